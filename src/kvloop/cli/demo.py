@@ -1,0 +1,7 @@
+"""`kvloop demo`."""
+
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """x"""

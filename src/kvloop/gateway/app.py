@@ -1,0 +1,218 @@
+"""The router as one aiohttp application: routes, error shapes, what lives as long as it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from kvloop.engines.client import EngineClient
+from kvloop.engines.fleet import Fleet
+from kvloop.engines.monitor import watch
+from kvloop.engines.release import Releases
+from kvloop.gateway.errors import error_response
+from kvloop.gateway.turns import turn_handler
+from kvloop.ledger.deadline import DeadlineClock
+from kvloop.ledger.memory import Ledger
+from kvloop.observe.metrics import Metrics
+from kvloop.policy.pull_threshold import PullThreshold
+from kvloop.proof.fingerprint import Fingerprinter
+from kvloop.turn.filing import release_claimed
+from kvloop.turn.request import Api
+from kvloop.turn.runner import TurnRunner
+from kvloop.turn.services import Services, Timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable
+
+    from kvloop.config import Settings
+    from kvloop.engines.fleet import Engine
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+logger = logging.getLogger("kvloop.gateway")
+
+_RELEASE_AT_SHUTDOWN_S = 5.0
+
+
+class Router:
+    """The services and the endpoints that show their state."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: monotonic seconds."""
+        self._settings = settings
+        client = EngineClient(settings.connect_timeout_s)
+        metrics = Metrics()
+        secret = settings.fingerprint_secret.encode() or secrets.token_bytes(32)
+        self.services = Services(
+            fleet=Fleet.of(settings.prefill, settings.decode, settings.render),
+            client=client,
+            ledger=Ledger(settings.max_references),
+            policy=PullThreshold(settings.threshold_tokens),
+            fingerprinter=Fingerprinter(secret),
+            deadlines=DeadlineClock(settings.kv_ttl_s, settings.deadline_margin_s),
+            releases=Releases(client, metrics),
+            metrics=metrics,
+            timeouts=Timeouts(
+                prefill_s=settings.prefill_timeout_s,
+                pull_s=settings.pull_timeout_s,
+                silence_s=settings.silence_timeout_s,
+                render_s=settings.render_timeout_s,
+            ),
+            clock=clock,
+        )
+        self._said: set[str] = set()
+
+    def application(self) -> web.Application:
+        """The application; its lifetime is that of the connections to the engines."""
+        app = web.Application(
+            client_max_size=self._settings.max_body_bytes, middlewares=[_errors_in_our_shape]
+        )
+        runner = TurnRunner(self.services)
+        for api in Api:
+            app.router.add_post(api.value, turn_handler(api, runner, reuse=self._settings.reuse))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.cleanup_ctx.append(self._lifetime)
+        return app
+
+    async def _lifetime(self, _app: web.Application) -> AsyncGenerator[None]:
+        async with self.services.client, _background(self._watch(), self.services.releases.run()):
+            yield
+            await self._give_everything_back()
+
+    async def _watch(self) -> None:
+        await watch(
+            self.services.fleet,
+            self.services.client,
+            interval_s=self._settings.probe_interval_s,
+            on_restart=self._restarted,
+        )
+
+    async def _give_everything_back(self) -> None:
+        """Nobody will use the ledger's references any more; D need not pin them to the end."""
+        release_claimed(self.services.ledger.drain(), self.services)
+        try:
+            async with asyncio.timeout(_RELEASE_AT_SHUTDOWN_S):
+                await self.services.releases.settle()
+        except TimeoutError:
+            logger.warning("not all blocks could be given back; they are left to their deadline")
+
+    def _restarted(self, engine: Engine) -> None:
+        dropped = self.services.ledger.drop_engine(engine.url)
+        if dropped:
+            logger.warning("%d references died with %s", dropped, engine.url)
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        models: dict[str, Any] = {}
+        for engine in self.services.fleet.decodes:
+            for model in engine.facts.models if engine.usable and engine.facts else ():
+                models.setdefault(str(model.get("id")), model)
+        return _json({"object": "list", "data": list(models.values())})
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        missing = self.services.fleet.missing()
+        warnings = limits(self.services.fleet)
+        for warning in warnings:
+            self._say_once(warning)
+        engines = [
+            {
+                "url": engine.url,
+                "role": engine.role.value,
+                "usable": engine.usable,
+                "trouble": engine.trouble,
+            }
+            for engine in self.services.fleet.engines
+        ]
+        body = {"ready": not missing, "missing": missing, "warnings": warnings, "engines": engines}
+        return _json(body, status=503 if missing else 200)
+
+    def _say_once(self, warning: str) -> None:
+        if warning not in self._said:
+            self._said.add(warning)
+            logger.warning("%s", warning)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        metrics, ledger = self.services.metrics, self.services.ledger
+        metrics.ledger_entries.set(len(ledger))
+        for engine in self.services.fleet.engines:
+            metrics.engine_usable.labels(engine.role.value, engine.url).set(engine.usable)
+        for engine in self.services.fleet.decodes:
+            metrics.pinned_tokens.labels(engine.url).set(ledger.pinned_tokens(engine.url))
+        return web.Response(
+            body=metrics.render(), headers={"content-type": "text/plain; version=0.0.4"}
+        )
+
+
+def limits(fleet: Fleet) -> list[str]:
+    """What these engines keep the loop from doing, in sentences for an operator."""
+    found = []
+    for engine in fleet.decodes:
+        if engine.facts is not None and not engine.facts.streams_references:
+            found.append(
+                f"decode node {engine.url} does not stream KV references: streamed turns work but "
+                f"are not reused. Install kvloop in its environment (`pip install kvloop`)."
+            )
+    for engine in fleet.prefills:
+        if engine.facts is None:
+            continue
+        if not engine.facts.can_pull:
+            found.append(
+                f"prefill node {engine.url} runs without bidirectional_kv_xfer: it computes every "
+                f"prompt. Set it in kv_connector_extra_config."
+            )
+    renders = any(engine.usable for engine in fleet.renders)
+    prefills = [engine for engine in fleet.prefills if engine.facts is not None]
+    if prefills and not renders and not any(e.facts and e.facts.renders for e in prefills):
+        found.append(
+            "no engine renders prompts to token ids: nothing can be proven, so nothing is reused. "
+            "Start the prefill nodes with --enable-scale-out, or give --render a render server."
+        )
+    return found
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(body), content_type="application/json"
+    )
+
+
+@asynccontextmanager
+async def _background(*jobs: Any) -> AsyncGenerator[None]:
+    """Run jobs for as long as the context; one that fails ends the router loudly."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(job) for job in jobs]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+@web.middleware
+async def _errors_in_our_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
+        return error_response(404, f"There is no {request.path} here. There are: {known}.")
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return error_response(
+            405, f"{request.path} takes {allowed}, not {request.method}.", None, {"allow": allowed}
+        )
+    except web.HTTPRequestEntityTooLarge:
+        return error_response(413, "The request body is too large.")
+    except web.HTTPException as error:
+        return error_response(error.status, error.reason)

@@ -1,0 +1,138 @@
+"""Find, prove, decide: from a prompt's tokens to a route with its claimed reference.
+
+No I/O. A claim made here is never given back: whatever becomes of the turn, nobody else can use
+the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvloop.ledger.memory import NOTHING_FOUND, Found
+from kvloop.policy.route import (
+    DecodeNode,
+    Policy,
+    PrefillNode,
+    Pull,
+    Pullable,
+    Recompute,
+    Route,
+    TurnView,
+)
+from kvloop.proof.chain import ChainKey, message_chain, token_chain
+from kvloop.proof.trim import reusable_tokens, trim
+from kvloop.turn.request import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvloop.engines.fleet import Engine
+    from kvloop.ledger.memory import Ledger
+    from kvloop.proof.fingerprint import Prefixes
+    from kvloop.turn.bodies import PromptIds
+    from kvloop.turn.request import TurnRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenPrompt:
+    """A prompt whose tokens we know, with what finds and proves it."""
+
+    ids: PromptIds
+    prefixes: Prefixes
+    boundaries: list[ChainKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this turn will do."""
+
+    route: Route
+    attach: dict[str, Any] | None = None
+    """The claimed reference, trimmed to what is proven: goes to P, once."""
+    claimed: dict[str, Any] | None = None
+    """The same as D gave it, for its release should P refuse."""
+    supersedes: tuple[int, ...] = ()
+    """Ledger entries that this turn's own reference will replace."""
+
+
+def boundaries_of(request: TurnRequest, prefixes: Prefixes) -> list[ChainKey]:
+    """The keys under which this turn is found and filed, shortest first."""
+    if request.api is Api.CHAT:
+        return message_chain(request.identity, request.messages)
+    return token_chain(request.identity, prefixes)
+
+
+def make_plan(
+    request: TurnRequest,
+    prompt: ProvenPrompt | None,
+    *,
+    turn_number: int,
+    prefills: Sequence[Engine],
+    decodes: Sequence[Engine],
+    ledger: Ledger,
+    policy: Policy,
+    now_s: float,
+) -> Plan:
+    """Decide, and claim what the decision needs. Raises NoUsableNodeError."""
+    found = NOTHING_FOUND
+    if prompt is not None:
+        found = ledger.find(prompt.boundaries, prompt.prefixes, now_s, request.conversation)
+    usable_decodes = {engine.url for engine in decodes}
+    view = TurnView(
+        turn_number=turn_number,
+        prompt_tokens=len(prompt.ids) if prompt is not None else None,
+        prefills=tuple(_prefill_node(engine, prompt) for engine in prefills),
+        decodes=tuple(DecodeNode(engine.url) for engine in decodes),
+        pullables=_pullables(found, prompt, usable_decodes),
+        home=found.home,
+        without_prefill=request.without_prefill,
+    )
+    route = policy.decide(view)
+    if isinstance(route, Pull):
+        return _claim(route, found, ledger, now_s)
+    return Plan(route, supersedes=_continued(found))
+
+
+def _prefill_node(engine: Engine, prompt: ProvenPrompt | None) -> PrefillNode:
+    return PrefillNode(
+        name=engine.url,
+        held_tokens=engine.residency.held_tokens(prompt.prefixes) if prompt is not None else 0,
+        can_pull=engine.facts is not None and engine.facts.can_pull,
+    )
+
+
+def _pullables(
+    found: Found, prompt: ProvenPrompt | None, usable_decodes: set[str]
+) -> tuple[Pullable, ...]:
+    if prompt is None:
+        return ()
+    pullables = []
+    for candidate in found.candidates:
+        reference = candidate.reference
+        num_tokens = reusable_tokens(
+            candidate.common_tokens, reference.num_tokens, len(prompt.ids), reference.block_size
+        )
+        if num_tokens > 0 and reference.decode in usable_decodes:
+            pullables.append(Pullable(reference.reference_id, reference.decode, num_tokens))
+    return tuple(pullables)
+
+
+def _claim(route: Pull, found: Found, ledger: Ledger, now_s: float) -> Plan:
+    claimed = ledger.claim(route.reference_id, now_s)
+    if claimed is None:
+        return Plan(Recompute(route.prefill, route.decode, "reference_gone"))
+    params = claimed.params
+    attach = trim(params, route.num_tokens, claimed.reference.block_size)
+    supersedes = {route.reference_id, *_continued(found)}
+    return Plan(route, attach=attach, claimed=params, supersedes=tuple(supersedes))
+
+
+def _continued(found: Found) -> tuple[int, ...]:
+    """References of which this prompt continues every token: the next one covers them.
+
+    A reference of which it is only a branch stays: its own conversation may go on.
+    """
+    return tuple(
+        candidate.reference.reference_id for candidate in found.candidates if candidate.is_continued
+    )

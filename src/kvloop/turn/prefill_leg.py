@@ -1,0 +1,177 @@
+"""The P leg: P computes the prompt, reading what was proven from D, and keeps its KV for D.
+
+Whatever a pull runs into, it is tried once more cold: a failed attach must not cost an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvloop.engines.client import EngineError, EngineTimeoutError, EngineUnreachableError, Reply
+from kvloop.turn.bodies import prefill_body
+from kvloop.turn.errors import EngineRefusedError, TurnFailedError
+from kvloop.wire import REFERENCE_FIELDS, REMOTE_CACHED_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvloop.engines.fleet import Engine
+    from kvloop.observe.receipt import Receipt
+    from kvloop.turn.plan import Plan, ProvenPrompt
+    from kvloop.turn.request import TurnRequest
+    from kvloop.turn.services import Services
+
+logger = logging.getLogger("kvloop.turn")
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: _Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What P left for D."""
+
+    engine: Engine
+    params: dict[str, Any] | None
+    """For D as they came; None where P kept nothing: D then computes by itself."""
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    """Prompt tokens that P did not compute: read from D or found in its own cache."""
+
+
+async def run_prefill(
+    request: TurnRequest,
+    prompt: ProvenPrompt | None,
+    plan: Plan,
+    prefills: Sequence[Engine],
+    receipt: Receipt,
+    services: Services,
+) -> Prefilled:
+    """Run the P leg. Raises EngineRefusedError or TurnFailedError."""
+    chosen = _first(prefills, receipt.prefill)
+    if plan.attach is not None:
+        pulled = await _pull(request, prompt, plan.attach, chosen, receipt, services)
+        if pulled is not None:
+            return pulled
+        _give_back(plan, services, chosen)
+        receipt.route, receipt.why = "recompute", "pull_refused"
+        if not chosen.usable:
+            prefills = [engine for engine in prefills if engine is not chosen]
+    return await _compute(request, prompt, _order(prefills, chosen), receipt, services)
+
+
+async def _pull(
+    request: TurnRequest,
+    prompt: ProvenPrompt | None,
+    attach: dict[str, Any],
+    engine: Engine,
+    receipt: Receipt,
+    services: Services,
+) -> Prefilled | None:
+    """P's leg with the reference attached; None if it must be done again cold."""
+    body = prefill_body(request, prompt.ids if prompt else None, attach)
+    try:
+        reply = await _post(engine, request, body, services.timeouts.pull_s, services)
+    except EngineError as error:
+        receipt.cold_retry = type(error).__name__
+    else:
+        if reply.status == 200:
+            return _read(engine, reply)
+        receipt.cold_retry = f"status_{reply.status}"
+    services.metrics.cold_retries.labels(why=receipt.cold_retry).inc()
+    logger.warning(
+        "turn %s: prefill node %s refused the pull (%s); computing instead",
+        request.request_id,
+        engine.url,
+        receipt.cold_retry,
+    )
+    return None
+
+
+async def _compute(
+    request: TurnRequest,
+    prompt: ProvenPrompt | None,
+    prefills: Sequence[Engine],
+    receipt: Receipt,
+    services: Services,
+) -> Prefilled:
+    """P's leg without a reference, on the first engine that takes it."""
+    body = prefill_body(request, prompt.ids if prompt else None, None)
+    for engine in prefills:
+        try:
+            reply = await _post(engine, request, body, services.timeouts.prefill_s, services)
+        except EngineUnreachableError:
+            continue
+        except EngineTimeoutError as error:
+            raise TurnFailedError(504, "The prefill node did not answer in time.") from error
+        except EngineError as error:
+            raise TurnFailedError(502, "The prefill node broke off while computing.") from error
+        receipt.prefill = engine.url
+        if reply.status != 200:
+            raise EngineRefusedError(reply)
+        return _read(engine, reply)
+    raise TurnFailedError(503, "No prefill node can be reached.", retry_after_s=1)
+
+
+async def _post(
+    engine: Engine, request: TurnRequest, body: bytes, timeout_s: float, services: Services
+) -> Reply:
+    started_s = services.clock()
+    try:
+        return await services.client.post(
+            engine.url, request.api.value, body, request.engine_headers, timeout_s=timeout_s
+        )
+    except EngineError as error:
+        services.metrics.engine_errors.labels(leg="prefill", kind=type(error).__name__).inc()
+        if isinstance(error, EngineUnreachableError):
+            engine.lost(str(error))
+        raise
+    finally:
+        services.metrics.leg_seconds.labels(leg="prefill").observe(services.clock() - started_s)
+
+
+def _read(engine: Engine, reply: Reply) -> Prefilled:
+    try:
+        answer = msgspec.json.decode(reply.body, type=_Answer)
+    except msgspec.DecodeError as error:
+        raise TurnFailedError(502, "The prefill node's answer cannot be read.") from error
+    params = answer.kv_transfer_params
+    if params is not None and (
+        not params.get("do_remote_prefill")
+        or any(params.get(field) in (None, "", []) for field in REFERENCE_FIELDS)
+    ):
+        # D would trip over it (AssertionError in its scheduler); it can compute by itself.
+        logger.warning("prefill node %s kept no blocks for the decode node", engine.url)
+        params = None
+    cached = params.get(REMOTE_CACHED_TOKENS) if params is not None else None
+    return Prefilled(
+        engine=engine,
+        params=params,
+        prompt_tokens=answer.usage.prompt_tokens if answer.usage is not None else None,
+        cached_tokens=cached if isinstance(cached, int) else None,
+    )
+
+
+def _give_back(plan: Plan, services: Services, engine: Engine) -> None:
+    """A refused reference is spent, but its blocks may still be pinned on D."""
+    if plan.claimed is not None:
+        services.releases.soon(lambda: engine.url if engine.usable else None, plan.claimed)
+
+
+def _first(engines: Sequence[Engine], url: str | None) -> Engine:
+    return next(engine for engine in engines if engine.url == url)
+
+
+def _order(engines: Sequence[Engine], first: Engine) -> list[Engine]:
+    """The chosen engine, then the others."""
+    return sorted(engines, key=lambda engine: engine is not first)
