@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 ENVIRONMENT_PREFIX: Final = "KVLOOP_"
 NOT_SETTINGS: Final = frozenset({"KVLOOP_CACHE", "KVLOOP_CONFIG"})

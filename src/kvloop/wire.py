@@ -9,7 +9,7 @@ from typing import Any, Final
 # --- vLLM's own -------------------------------------------------------------------------------
 
 KV_PARAMS: Final = "kv_transfer_params"
-PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
+PROMPT_TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105
 """Inside ``kv_transfer_params`` of a chat request: use these ids, do not render the messages."""
 
 REMOTE_BLOCK_IDS: Final = "remote_block_ids"

@@ -150,7 +150,7 @@ class EngineClient:
             yield StreamReply(url, response)
 
 
-class _engine_errors:
+class _engine_errors:  # noqa: N801 - used like a statement
     """Translate the HTTP library's failures into ours."""
 
     def __init__(self, url: str) -> None:

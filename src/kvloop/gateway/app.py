@@ -157,21 +157,18 @@ class Router:
 
 def limits(fleet: Fleet) -> list[str]:
     """What these engines keep the loop from doing, in sentences for an operator."""
-    found = []
-    for engine in fleet.decodes:
-        if engine.facts is not None and not engine.facts.streams_references:
-            found.append(
-                f"decode node {engine.url} does not stream KV references: streamed turns work but "
-                f"are not reused. Install kvloop in its environment (`pip install kvloop`)."
-            )
-    for engine in fleet.prefills:
-        if engine.facts is None:
-            continue
-        if not engine.facts.can_pull:
-            found.append(
-                f"prefill node {engine.url} runs without bidirectional_kv_xfer: it computes every "
-                f"prompt. Set it in kv_connector_extra_config."
-            )
+    found = [
+        f"decode node {engine.url} does not stream KV references: streamed turns work but are "
+        f"not reused. Install kvloop in its environment (`pip install kvloop`)."
+        for engine in fleet.decodes
+        if engine.facts is not None and not engine.facts.streams_references
+    ]
+    found += [
+        f"prefill node {engine.url} runs without bidirectional_kv_xfer: it computes every prompt. "
+        f"Set it in kv_connector_extra_config."
+        for engine in fleet.prefills
+        if engine.facts is not None and not engine.facts.can_pull
+    ]
     renders = any(engine.usable for engine in fleet.renders)
     prefills = [engine for engine in fleet.prefills if engine.facts is not None]
     if prefills and not renders and not any(e.facts and e.facts.renders for e in prefills):

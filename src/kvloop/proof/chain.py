@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-
 if TYPE_CHECKING:
-    from kvloop.proof.fingerprint import Prefixes
     from collections.abc import Sequence
+
+    from kvloop.proof.fingerprint import Prefixes
 
 ChainKey: TypeAlias = bytes
 """16 bytes: BLAKE2b of everything up to a boundary."""
