@@ -1,0 +1,47 @@
+"""Facts: read from what vLLM's endpoints say, refused when they say something else."""
+
+import pytest
+
+from kvloop.engines.facts import read_facts, started_s
+
+METRICS = b"""# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="False",engine="0",num_gpu_blocks="2912"} 1.0
+vllm:num_requests_running{engine="0",model_name="m"} 0.0
+process_start_time_seconds 1.7e+09
+"""
+PLUGIN = b"""kvloop:engine_info{kv_connector="NixlConnector",bidirectional_kv_xfer="%s"} 1.0
+"""
+MODELS = b'{"object":"list","data":[{"id":"m","max_model_len":4096},{"id":"adapter"}]}'
+VERSION = b'{"version":"0.32.0"}'
+
+
+def test_facts_are_read() -> None:
+    facts = read_facts(METRICS, MODELS, VERSION, renders=True)
+    assert (facts.block_size, facts.kv_capacity_tokens, facts.prefix_caching) == (16, 46592, False)
+    assert facts.model_names == {"m", "adapter"}
+    assert facts.started_s == started_s(METRICS) == 1.7e9
+
+
+def test_k23_without_the_plugin_streams_carry_no_references_before_033() -> None:
+    assert not read_facts(METRICS, MODELS, VERSION, renders=True).streams_references
+    assert read_facts(METRICS, MODELS, b'{"version":"0.33.0"}', renders=True).streams_references
+    assert read_facts(METRICS, MODELS, b'{"version":"1.0.1"}', renders=True).streams_references
+    assert not read_facts(METRICS, MODELS, b"not json", renders=True).streams_references
+    with_plugin = METRICS + PLUGIN % b"true"
+    assert read_facts(with_plugin, MODELS, VERSION, renders=True).streams_references
+
+
+@pytest.mark.parametrize(("said", "can_pull"), [(b"true", True), (b"false", False)])
+def test_k26_the_plugin_says_whether_an_engine_can_pull(said: bytes, can_pull: bool) -> None:
+    facts = read_facts(METRICS + PLUGIN % said, MODELS, VERSION, renders=True)
+    assert facts.can_pull is can_pull
+
+
+@pytest.mark.parametrize(
+    ("metrics", "models"),
+    [(b"", MODELS), (b"<html>", MODELS), (METRICS, b"[]"), (METRICS, b'{"data": 3}')],
+)
+def test_what_is_no_vllm_engine_is_refused(metrics: bytes, models: bytes) -> None:
+    with pytest.raises(ValueError, match=r"cache_config_info|models"):
+        read_facts(metrics, models, VERSION, renders=True)
