@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import aiohttp
 from aiohttp import web
 
 from kvloop.gateway.app import Router
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from kvloop.config import Settings
 
 logger = logging.getLogger("kvloop.gateway")
+
+_READY_POLL_S = 0.1
 
 
 @asynccontextmanager
@@ -50,3 +54,17 @@ async def serve_until_signalled(settings: Settings) -> None:
         logger.info("kvloop listens on %s", url)
         await stop.wait()
         logger.info("stopping: running turns have %.0f s to end", settings.drain_timeout_s)
+
+
+async def wait_until_ready(url: str, timeout_s: float) -> None:
+    """Until the router at ``url`` can serve. Raises TimeoutError with what is missing."""
+    deadline_s = time.monotonic() + timeout_s
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+                state = await response.text()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the router at {url} is not ready: {state}")
+            await asyncio.sleep(_READY_POLL_S)

@@ -30,9 +30,7 @@ def test_a_deadline_is_never_later_than_now_plus_ttl_and_improves_with_samples(
     best_delay = float("inf")
     for finished_s, delay_s in turns:
         best_delay = min(best_delay, delay_s)
-        deadline = clock.deadline_s(
-            "d", finished_s + D_CLOCK_AHEAD_S + TTL_S, finished_s + delay_s
-        )
+        deadline = clock.deadline_s("d", finished_s + D_CLOCK_AHEAD_S + TTL_S, finished_s + delay_s)
         assert abs(deadline - (finished_s + best_delay + TTL_S - MARGIN_S)) < 1e-6
 
 

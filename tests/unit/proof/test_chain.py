@@ -53,9 +53,7 @@ def test_equal_spellings_have_one_key(one: dict[str, Any], other: dict[str, Any]
         ),
     ],
 )
-def test_different_messages_have_different_keys(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_different_messages_have_different_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert last_key(USER, one) != last_key(USER, other)
 
 

@@ -43,7 +43,15 @@ def test_p_computes_one_unseen_token_of_the_same_prompt() -> None:
     body = json.loads(prefill_body(turn(), PROMPT, None))
     assert (body["max_tokens"], body["max_completion_tokens"], body["stream"]) == (1, 1, False)
     assert not body.keys() & {"min_tokens", "stop", "logprobs", "top_logprobs", "stream_options"}
-    untouched = ("model", "messages", "temperature", "seed", "cache_salt", "a_vendor_field", "tools")
+    untouched = (
+        "model",
+        "messages",
+        "temperature",
+        "seed",
+        "cache_salt",
+        "a_vendor_field",
+        "tools",
+    )
     assert {name: body[name] for name in untouched} == {name: FIELDS[name] for name in untouched}
     assert body["kv_transfer_params"] == {
         "do_remote_decode": True,

@@ -1,0 +1,1 @@
+"""`kvloop demo`: one real conversation, on real engines, with and without reuse."""
