@@ -45,6 +45,7 @@ def listed_requirements(distribution: str) -> list[str]:
 
 
 def main() -> None:
+    """Install everything; each step says what it does."""
     print(f"kvloop: installing {TORCH} (1 of 4)", flush=True)
     pip_install(TORCH)
     print(f"kvloop: installing {VLLM} (2 of 4)", flush=True)

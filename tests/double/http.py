@@ -85,7 +85,8 @@ class Surface:
     async def _turn(self, request: web.Request, kind: str) -> web.StreamResponse:
         engine = self.engine
         body = await request.json()
-        engine.requests.append((request.path, body, dict(request.headers)))
+        names = {name.lower(): value for name, value in request.headers.items()}
+        engine.requests.append((request.path, json.loads(await request.text()), names))
         if engine.hold is not None:
             await engine.hold.wait()
         if engine.dead:

@@ -148,7 +148,7 @@ async def test_a_prefill_node_that_hangs_on_a_pull_is_given_up_and_the_turn_goes
         first = await s.chat(messages)
         s.prefill.hold = asyncio.Event()
         turn = asyncio.create_task(s.chat(follow(messages, first.text)))
-        await until(lambda: len(s.prefill.requests) == 3)
+        await until(lambda: len(s.prefill.requests) >= 3)
         s.prefill.hold.set()
         assert (await turn).route == "recompute"
 

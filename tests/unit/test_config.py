@@ -27,17 +27,26 @@ def test_a_flag_beats_the_environment_which_beats_the_file(toml: Path) -> None:
     assert settings.reuse is False
 
 
-def test_every_key_is_a_flag_an_environment_variable_and_a_toml_key(toml: Path) -> None:
-    known = vars(argparse.Namespace(**flags("--prefill", "http://p")))
-    assert set(known) <= set(FIELDS)
-    for name in FIELDS:
-        with pytest.raises(SystemExit):
-            flags("--help")
-        load({}, {"KVLOOP_CACHE": "x"}, None)
-        if name in ("prefill", "decode", "render"):
-            assert load({}, {f"KVLOOP_{name.upper()}": "http://a, http://b/"}, None)
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_key_is_a_flag_an_environment_variable_and_a_toml_key(name: str, toml: Path) -> None:
+    value = {"reuse": "true", "log_level": "debug", "fingerprint_secret": "x" * 16}.get(name, "30")
+    if name in ("prefill", "decode", "render"):
+        value = "http://somewhere"
+    toml.write_text(f"{name} = '{value}'\n")
+    from_file = load({}, {}, toml)
+    assert from_file == load({}, {f"KVLOOP_{name.upper()}": value}, None)
+    flag = "--" + name.replace("_", "-")
+    given = [flag] if name == "reuse" else [flag, value]
+    assert from_file == load(flags(*given), {}, None)
+
+
+def test_lists_may_be_written_with_commas_and_lose_their_last_slash(toml: Path) -> None:
     toml.write_text('prefill = ["http://a/", "http://b"]\n')
     assert load({}, {}, toml).prefill == ("http://a", "http://b")
+    assert load({}, {"KVLOOP_PREFILL": "http://a, http://b/"}, None).prefill == (
+        "http://a",
+        "http://b",
+    )
 
 
 @pytest.mark.parametrize(

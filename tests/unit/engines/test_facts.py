@@ -6,7 +6,7 @@ from kvloop.engines.facts import read_facts, started_s
 
 METRICS = b"""# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="False",engine="0",num_gpu_blocks="2912"} 1.0
+vllm:cache_config_info{block_size="16",enable_prefix_caching="False",num_gpu_blocks="2912"} 1.0
 vllm:num_requests_running{engine="0",model_name="m"} 0.0
 process_start_time_seconds 1.7e+09
 """

@@ -1,0 +1,94 @@
+"""A client of router or engine, and text enough to be worth pulling."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kvloop.cluster.engine_spec import SERVED_MODEL_NAME
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    text: str
+    route: str
+    pulled: int
+    status: int
+    raw: bytes
+
+
+class Client:
+    """Asks at temperature 0, streaming."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self.http = http
+        self.url = url
+
+    async def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        async with self.http.post(self.url + path, json=body, headers=headers) as response:
+            raw = await response.read()
+            said = response.headers.get("x-kvloop-route", "none; pulled=0")
+            pulled = re.search(r"pulled=(\d+)", said)
+            assert pulled is not None
+            kind = said.partition(";")[0]
+            return Answer(_text(raw), kind, int(pulled[1]), response.status, raw)
+
+    async def chat(
+        self, messages: list[dict[str, Any]], *, reuse: str = "on", **fields: Any
+    ) -> Answer:
+        body = {
+            "model": SERVED_MODEL_NAME,
+            "messages": messages,
+            "max_tokens": 16,
+            "temperature": 0,
+            "stream": True,
+            "cache_salt": reuse,
+            **fields,
+        }
+        answer = await self.post("/v1/chat/completions", body, **{"x-kvloop-reuse": reuse})
+        assert answer.status == 200, answer.raw
+        assert b"kv_transfer_params" not in answer.raw
+        return answer
+
+    async def both(self, messages: list[dict[str, Any]], **fields: Any) -> Answer:
+        """With reuse and without; asserts that the answers are equal, gives the reusing one."""
+        on = await self.chat(messages, **fields)
+        off = await self.chat(messages, reuse="off", **fields)
+        assert off.route == "recompute"
+        assert on.text == off.text
+        return on
+
+
+def _text(raw: bytes) -> str:
+    text = ""
+    for event in raw.decode().split("\n\n"):
+        if event.startswith("data: {"):
+            for choice in json.loads(event[6:]).get("choices", []):
+                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    return text
+
+
+def opening(topic: str = "rivers") -> list[dict[str, Any]]:
+    """The first messages of a conversation that no other test has."""
+    number = next(_numbers)
+    notes = " ".join(
+        f"Note {i} on {topic}: basin {i * number} is {i * 37 % 100} km wide." for i in range(1, 13)
+    )
+    return [
+        {"role": "system", "content": f"You answer questions about {topic}. Case {number}."},
+        {"role": "user", "content": f"Read these notes. {notes} What do you notice?"},
+    ]
+
+
+def follow(messages: list[dict[str, Any]], answer: str, text: str) -> list[dict[str, Any]]:
+    """The next turn's messages."""
+    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": text}]
