@@ -78,6 +78,9 @@ class Engine:
         self.extra_exported_blocks = 0
         self.hold: asyncio.Event | None = None
         self.break_stream_after: int | None = None
+        self.break_next = 0
+        self.pause_stream_after: int | None = None
+        self.disconnects = 0
         self.cut_stream: Callable[[bytes], list[bytes]] = lambda data: [data]
         self.started_s = 1.0
         self._numbers = itertools.count(1)

@@ -89,6 +89,10 @@ class Surface:
         engine.requests.append((request.path, json.loads(await request.text()), names))
         if engine.hold is not None:
             await engine.hold.wait()
+        if engine.break_next:
+            engine.break_next -= 1
+            assert request.transport is not None
+            request.transport.close()
         if engine.dead:
             return error(500, "EngineCore encountered an issue")
         params = body.get("kv_transfer_params")
@@ -127,6 +131,15 @@ class Surface:
                 served.finish_reason = "stop"
                 self.engine.abort(served)
 
+    async def _wait_until_nobody_reads(self, served: Served) -> None:
+        """A slow answer: only its reader's leaving ends it."""
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.engine.disconnects += 1
+            self.engine.abort(served)
+            raise
+
     def _chat_ids(self, body: dict[str, Any]) -> list[int]:
         return render_chat(body["messages"], strips_reasoning=self.engine.strips_reasoning)
 
@@ -144,6 +157,8 @@ class Surface:
             }
             events.insert(-1, f"data: {json.dumps(own, separators=(',', ':'))}\n\n")
         for number, event in enumerate(events):
+            if number == self.engine.pause_stream_after:
+                await self._wait_until_nobody_reads(served)
             if number == self.engine.break_stream_after and request.transport is not None:
                 self.engine.abort(served)
                 request.transport.close()

@@ -132,6 +132,38 @@ async def test_a_client_that_leaves_cancels_the_leg_that_runs() -> None:
         assert s.decode.requests == []
 
 
+async def test_k16_a_client_that_leaves_mid_answer_cancels_d_and_nothing_stays_pinned() -> None:
+    async with stack() as s:
+        s.decode.pause_stream_after = 5
+        body = {"model": "double", "messages": opening(), "stream": True, "max_tokens": 24}
+        async with s.http.post(s.url + CHAT, json=body) as response:
+            assert await response.content.readany()
+            response.close()
+        await until(lambda: s.decode.disconnects == 1)
+        await until(lambda: s.decode.pinned_blocks == 0 and s.prefill.pinned_blocks == 0)
+        assert len(s.router.services.ledger) == 0
+
+
+async def test_a_prefill_node_that_drops_the_connection_is_tried_once_more() -> None:
+    async with stack() as s:
+        s.prefill.break_next = 1
+        assert (await s.chat(opening())).route == "recompute"
+        s.prefill.break_next = 2
+        failed = await s.chat(opening("Something else."), right=False)
+        assert failed.status == 502
+        assert b"broke off" in failed.body
+
+
+async def test_another_prefill_node_takes_over_for_one_that_cannot_be_reached() -> None:
+    async with stack(prefills=2, settings={"probe_interval_s": 3600.0}) as s:
+        gone = s.router.services.fleet.prefills[0]
+        await until(lambda: all(e.usable for e in s.router.services.fleet.prefills))
+        gone.url = "http://127.0.0.1:9"
+        for _ in range(2):
+            assert (await s.chat(opening())).status == 200
+        assert not gone.usable
+
+
 async def test_a_decode_node_that_breaks_off_gives_an_error_event_and_files_nothing() -> None:
     async with stack() as s:
         s.decode.break_stream_after = 4

@@ -213,7 +213,9 @@ async def test_a_stop_string_leaves_nothing_to_reuse() -> None:
         assert (await s.chat(follow(messages, answer.text))).route == "recompute"
 
 
-async def test_k23_without_the_plugin_streams_work_and_ready_says_what_is_missing() -> None:
+async def test_k23_without_the_plugin_streams_work_and_ready_and_the_log_say_what_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with stack(plugin=False) as s:
         messages = opening()
         first = await s.chat(messages)
@@ -221,6 +223,7 @@ async def test_k23_without_the_plugin_streams_work_and_ready_says_what_is_missin
         async with s.http.get(f"{s.url}/ready") as response:
             state = await response.json()
         assert state["ready"] is True
+        assert caplog.text.count("does not stream KV references") == 1
         assert "does not stream KV references" in state["warnings"][0]
 
 

@@ -32,12 +32,16 @@ async def watch(
     client: EngineClient,
     *,
     interval_s: float,
-    on_restart: Callable[[Engine], None],
+    on_usable: Callable[[Engine, bool], None],
 ) -> None:
-    """Probe every engine every ``interval_s`` seconds until cancelled."""
+    """Probe every engine every ``interval_s`` seconds until cancelled.
+
+    ``on_usable`` is called when an engine has become usable, with whether it is another process
+    than before: whoever keeps references then knows that those are gone.
+    """
     async with asyncio.TaskGroup() as group:
         for engine in fleet.engines:
-            group.create_task(_watch_one(engine, client, interval_s, on_restart))
+            group.create_task(_watch_one(engine, client, interval_s, on_usable))
 
 
 async def probe(engine: Engine, client: EngineClient) -> bool:
@@ -55,12 +59,18 @@ async def probe(engine: Engine, client: EngineClient) -> bool:
 
 
 async def _watch_one(
-    engine: Engine, client: EngineClient, interval_s: float, on_restart: Callable[[Engine], None]
+    engine: Engine,
+    client: EngineClient,
+    interval_s: float,
+    on_usable: Callable[[Engine, bool], None],
 ) -> None:
     while True:
-        if await probe(engine, client):
+        was_usable = engine.usable
+        restarted = await probe(engine, client)
+        if restarted:
             logger.warning("%s node %s was restarted", engine.role.value, engine.url)
-            on_restart(engine)
+        if restarted or (engine.usable and not was_usable):
+            on_usable(engine, restarted)
         await asyncio.sleep(interval_s)
 
 

@@ -94,7 +94,7 @@ class Router:
             self.services.fleet,
             self.services.client,
             interval_s=self._settings.probe_interval_s,
-            on_restart=self._restarted,
+            on_usable=self._usable,
         )
 
     async def _give_everything_back(self) -> None:
@@ -106,10 +106,12 @@ class Router:
         except TimeoutError:
             logger.warning("not all blocks could be given back; they are left to their deadline")
 
-    def _restarted(self, engine: Engine) -> None:
-        dropped = self.services.ledger.drop_engine(engine.url)
+    def _usable(self, engine: Engine, restarted: bool) -> None:
+        dropped = self.services.ledger.drop_engine(engine.url) if restarted else 0
         if dropped:
             logger.warning("%d references died with %s", dropped, engine.url)
+        if not self.services.fleet.missing():
+            self._say_limits()
 
     async def _models(self, _request: web.Request) -> web.Response:
         models: dict[str, Any] = {}
@@ -124,8 +126,6 @@ class Router:
     async def _ready(self, _request: web.Request) -> web.Response:
         missing = self.services.fleet.missing()
         warnings = limits(self.services.fleet)
-        for warning in warnings:
-            self._say_once(warning)
         engines = [
             {
                 "url": engine.url,
@@ -138,10 +138,12 @@ class Router:
         body = {"ready": not missing, "missing": missing, "warnings": warnings, "engines": engines}
         return _json(body, status=503 if missing else 200)
 
-    def _say_once(self, warning: str) -> None:
-        if warning not in self._said:
-            self._said.add(warning)
-            logger.warning("%s", warning)
+    def _say_limits(self) -> None:
+        """Each limit once, when all that is needed to serve has been seen."""
+        for limit in limits(self.services.fleet):
+            if limit not in self._said:
+                self._said.add(limit)
+                logger.warning("%s", limit)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         metrics, ledger = self.services.metrics, self.services.ledger

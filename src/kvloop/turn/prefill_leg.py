@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvloop.engines.client import EngineError, EngineTimeoutError, EngineUnreachableError, Reply
+from kvloop.engines.client import (
+    EngineBrokenError,
+    EngineError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    Reply,
+)
 from kvloop.turn.bodies import prefill_body
 from kvloop.turn.errors import EngineRefusedError, TurnFailedError
 from kvloop.wire import REFERENCE_FIELDS, REMOTE_CACHED_TOKENS
@@ -107,19 +113,24 @@ async def _compute(
 ) -> Prefilled:
     """P's leg without a reference, on the first engine that takes it."""
     body = prefill_body(request, prompt.ids if prompt else None, None)
-    for engine in prefills:
+    broken: EngineBrokenError | None = None
+    # A kept connection may be dead because the engine was restarted: the first gets another try.
+    for engine in (*prefills, *prefills[:1]):
         try:
             reply = await _post(engine, request, body, services.timeouts.prefill_s, services)
         except EngineUnreachableError:
             continue
+        except EngineBrokenError as error:
+            broken = error
+            continue
         except EngineTimeoutError as error:
             raise TurnFailedError(504, "The prefill node did not answer in time.") from error
-        except EngineError as error:
-            raise TurnFailedError(502, "The prefill node broke off while computing.") from error
         receipt.prefill = engine.url
         if reply.status != 200:
             raise EngineRefusedError(reply)
         return _read(engine, reply)
+    if broken is not None:
+        raise TurnFailedError(502, "The prefill node broke off while computing.") from broken
     raise TurnFailedError(503, "No prefill node can be reached.", retry_after_s=1)
 
 
