@@ -21,6 +21,7 @@ class Answer:
 
     text: str
     route: str
+    why: str
     pulled: int
     status: int
     raw: bytes
@@ -39,8 +40,8 @@ class Client:
             said = response.headers.get("x-kvloop-route", "none; pulled=0")
             pulled = re.search(r"pulled=(\d+)", said)
             assert pulled is not None
-            kind = said.partition(";")[0]
-            return Answer(_text(raw), kind, int(pulled[1]), response.status, raw)
+            kind, why = said.partition(";")[0], said.rpartition("why=")[2]
+            return Answer(_text(raw), kind, why, int(pulled[1]), response.status, raw)
 
     async def chat(
         self, messages: list[dict[str, Any]], *, reuse: str = "on", **fields: Any
