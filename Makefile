@@ -4,27 +4,31 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
 
-.PHONY: demo test check unit engines-test bench engines dev clean
+.PHONY: demo test check lint engines-test bench engines dev clean
 
 demo: $(VENV)/.engines
 	$(BIN)/kvloop demo $(DEMO)
 
-test: check $(VENV)/.engines
+# Minutes: everything, the router on real engines included.
+test: lint $(VENV)/.engines
 	$(BIN)/pytest
 
-# Seconds: format, lint, types and the tests that need no engine.
-check: $(VENV)/.dev
+# Seconds: all that needs no engine.
+check: lint
+	$(BIN)/pytest tests/unit tests/router
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests bench tools
 	$(BIN)/ruff check src tests bench tools
 	$(BIN)/mypy
-	$(BIN)/pytest tests/unit tests/router
 
 engines-test: $(VENV)/.engines
 	$(BIN)/pytest tests/engines
 
 bench: $(VENV)/.engines
-	$(BIN)/python bench/relay.py
-	$(BIN)/python bench/ttft.py
+	mkdir -p bench/results
+	$(BIN)/python bench/relay.py --json bench/results/relay.json
+	$(BIN)/python bench/ttft.py --json bench/results/ttft.json
 
 dev: $(VENV)/.dev
 engines: $(VENV)/.engines

@@ -1,6 +1,7 @@
 """The same two legs with nothing around them: what a router's own cost is compared with.
 
-Like vLLM's sample proxies, on the HTTP library that kvloop uses: P leg, D leg, bytes through.
+Like vLLM's sample proxies, on the HTTP library that kvloop uses: render, P leg, D leg, bytes
+through. It decides nothing, checks nothing, keeps nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ async def serve(options: argparse.Namespace) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def chat(request: web.Request) -> web.StreamResponse:
-            body = json.loads(await request.read())
+            data = await request.read()
+            # Tokenising is not what is compared: this asks for the ids, too, and drops them.
+            async with session.post(f"{options.prefill}{request.path}/render", data=data) as ids:
+                await ids.read()
+            body = json.loads(data)
             first = {**body, "max_tokens": 1, "stream": False}
             first["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
             async with session.post(options.prefill + request.path, json=first) as prefilled:

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 
+import msgspec
 import uvloop
 from aiohttp import web
 
@@ -48,7 +49,7 @@ def application(chunks: int, pace_s: float) -> web.Application:
     )
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
+        body = msgspec.json.decode(await request.read())
         ids = body["kv_transfer_params"].get("prompt_token_ids") or prompt_ids(body)
         if not body.get("stream"):
             usage = {"prompt_tokens": len(ids)}
@@ -73,8 +74,8 @@ def application(chunks: int, pace_s: float) -> web.Application:
         return response
 
     async def render(request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
-        return web.json_response({"token_ids": prompt_ids(body)})
+        body = msgspec.json.decode(await request.read())
+        return web.Response(body=msgspec.json.encode({"token_ids": prompt_ids(body)}))
 
     async def metrics(_: web.Request) -> web.Response:
         cache = f'block_size="{BLOCK_SIZE}",num_gpu_blocks="99999",enable_prefix_caching="False"'

@@ -35,6 +35,8 @@ class Engine:
     """None until it was seen healthy for the first time."""
     trouble: str | None = "not seen yet"
     """Why it cannot be used now; None if it can."""
+    late_probes: int = 0
+    """Probes in a row that were not answered in time."""
     residency: Residency = field(default_factory=lambda: Residency(0))
 
     @property
@@ -49,6 +51,7 @@ class Engine:
             self.residency = Residency(facts.kv_capacity_tokens if facts.prefix_caching else 0)
         self.facts = facts
         self.trouble = None
+        self.late_probes = 0
         return restarted
 
     def lost(self, trouble: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from kvloop.engines.client import EngineClient, EngineError
+from kvloop.engines.client import EngineClient, EngineError, EngineTimeoutError
 from kvloop.engines.facts import EngineFacts, read_facts, started_s
 from kvloop.engines.fleet import Engine, Fleet, Role
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvloop.engines")
 
 _PROBE_TIMEOUT_S = 5.0
+_MAX_LATE_PROBES = 4
+"""An engine that is busy answers late; one that hangs does so again and again."""
 _RENDER_PATH = "/v1/completions/render"
 
 
@@ -48,14 +50,24 @@ async def probe(engine: Engine, client: EngineClient) -> bool:
     """Look at one engine once and note what is seen; returns whether it was restarted."""
     try:
         facts = await _look(engine, client)
+    except EngineTimeoutError as error:
+        engine.late_probes += 1
+        if engine.usable and engine.late_probes < _MAX_LATE_PROBES:
+            logger.info("%s: taken for busy (%d)", error, engine.late_probes)
+            return False
+        return _lost(engine, error)
     except (EngineError, _NotAnEngineError, ValueError) as error:
-        if engine.trouble != str(error):
-            logger.warning("%s node %s is not usable: %s", engine.role.value, engine.url, error)
-        engine.lost(str(error))
-        return False
+        return _lost(engine, error)
     if not engine.usable:
         logger.info("%s node %s is usable: %s", engine.role.value, engine.url, _summary(facts))
     return engine.seen(facts)
+
+
+def _lost(engine: Engine, error: Exception) -> bool:
+    if engine.trouble != str(error):
+        logger.warning("%s node %s is not usable: %s", engine.role.value, engine.url, error)
+    engine.lost(str(error))
+    return False
 
 
 async def _watch_one(

@@ -15,6 +15,7 @@ cannot be made to collide.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -56,7 +57,9 @@ class Fingerprinter:
         num_units = len(token_ids) // UNIT_TOKENS
         num_tokens = num_units * UNIT_TOKENS
         keys = self._keys_for(num_tokens)
-        tokens = np.array(token_ids[:num_tokens], dtype=np.uint32).astype(np.uint64)
+        # array() reads a list several times faster than numpy does.
+        packed = array("I", token_ids if num_tokens == len(token_ids) else token_ids[:num_tokens])
+        tokens = np.frombuffer(packed, dtype=np.uint32).astype(np.uint64)
         sums = np.empty((2, num_units), dtype=np.uint64)
         for row in range(2):
             products = tokens * keys[row, 1 : num_tokens + 1]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.double.engine import Engine, Fabric, RefusedError, reference_answer
+from tests.engine_double.engine import Engine, Fabric, RefusedError, reference_answer
 
 COLD = {"do_remote_decode": True, "do_remote_prefill": False}
 HISTORY = list(range(100, 260))

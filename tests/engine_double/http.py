@@ -10,8 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.double.engine import Engine, RefusedError, Served
-from tests.double.tokens import decode, encode, render_chat
+from tests.engine_double.engine import Engine, RefusedError, Served
+from tests.engine_double.tokens import decode, encode, render_chat
 
 
 def error(status: int, message: str) -> web.Response:

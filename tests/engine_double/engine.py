@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.double.kv import START, KVMemory, Pin, chain, next_kv
-from tests.double.tokens import IM_END
+from tests.engine_double.kv import START, KVMemory, Pin, chain, next_kv
+from tests.engine_double.tokens import IM_END
 
 PULL_THRESHOLD = 64
 EXPIRY_MARGIN_S = 5.0
