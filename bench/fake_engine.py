@@ -41,7 +41,7 @@ def params(num_tokens: int, *, prefill: bool) -> dict[str, object]:
     }
 
 
-def application(chunks: int, pace_s: float) -> web.Application:
+def application(pace_s: float) -> web.Application:
     event = (
         b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1,'
         b'"model":"fake","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,'
@@ -57,6 +57,7 @@ def application(chunks: int, pace_s: float) -> web.Application:
             return web.json_response({"usage": usage, "kv_transfer_params": given})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
+        chunks = body["max_tokens"]
         for _ in range(chunks):
             await response.write(event)
             await asyncio.sleep(pace_s)
@@ -102,11 +103,10 @@ def application(chunks: int, pace_s: float) -> web.Application:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ports", type=int, nargs=2, required=True)
-    parser.add_argument("--chunks", type=int, default=100)
     parser.add_argument("--pace-ms", type=float, default=5.0)
     options = parser.parse_args()
     for port in options.ports:
-        runner = web.AppRunner(application(options.chunks, options.pace_ms / 1000), access_log=None)
+        runner = web.AppRunner(application(options.pace_ms / 1000), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
     await asyncio.Event().wait()

@@ -29,7 +29,7 @@ import uvloop
 from kvloop.cluster import free_ports
 
 HERE = Path(__file__).parent
-CONCURRENCY, TURNS, ROUNDS, CHUNKS, THINK_S = 16, 4, 6, 100, 0.6
+CONCURRENCY, TURNS, ROUNDS, CHUNKS, THINK_S = 16, 4, 8, (20, 220), 0.6
 
 
 def cpu_s(pid: int) -> float:
@@ -38,7 +38,9 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def conversation(session: aiohttp.ClientSession, url: str, first: int) -> list[float]:
+async def conversation(
+    session: aiohttp.ClientSession, url: str, first: int, chunks: int
+) -> list[float]:
     """Turns of one client; the TTFT of each, in seconds. Clients think, so turns are spread."""
     thinking = random.Random(first)
     messages = [{"role": "user", "content": f"{first} is where I start"}]
@@ -46,7 +48,7 @@ async def conversation(session: aiohttp.ClientSession, url: str, first: int) -> 
     for _ in range(TURNS):
         await asyncio.sleep(thinking.uniform(0, THINK_S))
         started_s = time.perf_counter()
-        body = {"model": "fake", "messages": messages, "stream": True, "max_tokens": CHUNKS}
+        body = {"model": "fake", "messages": messages, "stream": True, "max_tokens": chunks}
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             assert response.status == 200, await response.text()
             await response.content.readany()
@@ -60,9 +62,9 @@ async def conversation(session: aiohttp.ClientSession, url: str, first: int) -> 
     return ttfts
 
 
-async def load(url: str, offset: int) -> list[float]:
+async def load(url: str, offset: int, chunks: int) -> list[float]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        clients = [conversation(session, url, offset + 7 * i) for i in range(CONCURRENCY)]
+        clients = [conversation(session, url, offset + 7 * i, chunks) for i in range(CONCURRENCY)]
         return [ttft for ttfts in await asyncio.gather(*clients) for ttft in ttfts]
 
 
@@ -104,14 +106,15 @@ def main() -> None:
         for url in urls.values():
             wait_ready(url)
         for url in urls.values():  # warm both up
-            uvloop.run(load(url, 1))
+            uvloop.run(load(url, 1, CHUNKS[0]))
         ttft: dict[str, list[float]] = {"bare": [], "kvloop": []}
-        cpu = dict.fromkeys(urls, 0.0)
+        cpu = {name: dict.fromkeys(CHUNKS, 0.0) for name in urls}
         for number in range(ROUNDS):
             for name in sorted(urls, reverse=bool(number % 2)):
+                chunks = CHUNKS[number // 2 % 2]
                 before = cpu_s(running[name].pid)
-                ttft[name] += uvloop.run(load(urls[name], 10_000 + 1000 * number))
-                cpu[name] += cpu_s(running[name].pid) - before
+                ttft[name] += uvloop.run(load(urls[name], 10_000 + 1000 * number, chunks))
+                cpu[name][chunks] += cpu_s(running[name].pid) - before
         with urllib.request.urlopen(f"{urls['kvloop']}/metrics") as response:
             metrics = response.read().decode()
     finally:
@@ -123,7 +126,9 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def report(ttft: dict[str, list[float]], cpu: dict[str, float], metrics: str) -> dict[str, Any]:
+def report(
+    ttft: dict[str, list[float]], cpu: dict[str, dict[int, float]], metrics: str
+) -> dict[str, Any]:
     def metric(name: str) -> float:
         return sum(
             float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name)
@@ -132,20 +137,20 @@ def report(ttft: dict[str, list[float]], cpu: dict[str, float], metrics: str) ->
     leg = 'kvloop_leg_seconds_{}{{leg="render"}}'
     render_s = metric(leg.format("sum")) / max(1.0, metric(leg.format("count")))
     turns = CONCURRENCY * TURNS * ROUNDS
-    chunks = turns * CHUNKS
+    few, many = CHUNKS
     figures: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
     figures |= {"cores": os.cpu_count(), "concurrency": CONCURRENCY, "turns": turns}
-    print(f"{turns} turns at concurrency {CONCURRENCY}, {CHUNKS} chunks each, one run")
+    print(f"{turns} turns at concurrency {CONCURRENCY}, half of {few} and half of {many} chunks")
     for name in ("bare", "kvloop"):
         p50, p99 = statistics.median(ttft[name]), percentile(ttft[name], 0.99)
-        figures[name] = {
-            "ttft_p50_s": p50,
-            "ttft_p99_s": p99,
-            "cpu_s_per_chunk": cpu[name] / chunks,
-        }
+        # Turns of many chunks cost what turns of few do, and the chunks between.
+        by_chunk = (cpu[name][many] - cpu[name][few]) / (turns / 2 * (many - few))
+        by_turn = cpu[name][few] / (turns / 2) - few * by_chunk
+        figures[name] = {"ttft_p50_s": p50, "ttft_p99_s": p99}
+        figures[name] |= {"cpu_s_per_chunk": by_chunk, "cpu_s_per_turn": by_turn}
         print(
-            f"{name:>7}: TTFT p50 {p50 * 1e3:6.2f} ms, p99 {p99 * 1e3:6.2f} ms; whole turn's CPU "
-            f"{cpu[name] / turns * 1e3:.2f} ms, by chunk {cpu[name] / chunks * 1e6:.1f} us"
+            f"{name:>7}: TTFT p50 {p50 * 1e3:5.2f} ms, p99 {p99 * 1e3:5.2f} ms; CPU "
+            f"{by_chunk * 1e6:.1f} us a chunk and {by_turn * 1e3:.2f} ms a turn besides"
         )
     pulls = metric('kvloop_turns_total{api="chat",route="pull"')
     figures |= {"pulled_turns": pulls, "render_mean_s": render_s}

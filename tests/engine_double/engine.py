@@ -79,6 +79,8 @@ class Engine:
         self.hold: asyncio.Event | None = None
         self.break_stream_after: int | None = None
         self.break_next = 0
+        self.ignores_ids = False
+        self.renders_differently = False
         self.pause_stream_after: int | None = None
         self.disconnects = 0
         self.cut_stream: Callable[[bytes], list[bytes]] = lambda data: [data]

@@ -65,8 +65,9 @@ class Surface:
     async def render_chat(self, request: web.Request) -> web.Response:
         if not self.engine.renders:
             return error(403, "scale-out is not enabled")
-        body = await request.json()
-        return web.json_response({"token_ids": self._chat_ids(body), "features": None})
+        ids = self._chat_ids(await request.json())
+        ids = ids[:-3] if self.engine.renders_differently else ids
+        return web.json_response({"token_ids": ids, "features": None})
 
     async def render_completion(self, request: web.Request) -> web.Response:
         if not self.engine.renders:
@@ -107,6 +108,7 @@ class Surface:
         if engine.refuse_next:
             return error(engine.refuse_next.pop(0), "refused by the test")
         ids = (params or {}).pop("prompt_token_ids", None)
+        ids = None if engine.ignores_ids else ids
         if ids is None:
             chat = kind == "chat.completion"
             ids = self._chat_ids(body) if chat else _completion_ids(body["prompt"])

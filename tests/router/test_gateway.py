@@ -164,7 +164,10 @@ async def test_another_prefill_node_takes_over_for_one_that_cannot_be_reached() 
         assert not gone.usable
 
 
-async def test_a_decode_node_that_breaks_off_gives_an_error_event_and_files_nothing() -> None:
+async def test_a_decode_node_that_breaks_off_gives_an_error_event_and_files_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="kvloop.receipt")
     async with stack() as s:
         s.decode.break_stream_after = 4
         answer = await s.chat(opening(), right=False)
@@ -172,6 +175,7 @@ async def test_a_decode_node_that_breaks_off_gives_an_error_event_and_files_noth
         assert b'"error"' in answer.body
         assert b"[DONE]" not in answer.body
         assert len(s.router.services.ledger) == 0
+        assert "connection broke" in caplog.text
 
 
 async def test_a_prefill_node_that_hangs_on_a_pull_is_given_up_and_the_turn_goes_cold() -> None:

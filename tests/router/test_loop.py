@@ -167,6 +167,15 @@ async def test_k09_references_of_a_restarted_decode_node_die() -> None:
         await s.chat(follow(messages, answer.text))
 
 
+async def test_k22_an_engine_that_ignores_our_ids_gets_nothing_filed() -> None:
+    async with stack() as s:
+        s.prefill.ignores_ids = s.decode.ignores_ids = True
+        s.prefill.renders_differently = True
+        first = await s.chat(opening(), right=False)
+        assert first.status == 200
+        assert len(s.router.services.ledger) == 0
+
+
 async def test_k12_a_superseded_reference_is_given_back() -> None:
     async with stack(settings={"threshold_tokens": 100_000}) as s:
         messages = opening()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _CACHE_INFO: Final = "vllm:cache_config_info"
 _PROCESS_START: Final = "process_start_time_seconds"
 _NATIVE_STREAM_REFERENCES: Final = (0, 33)
+# Earlier ones strand expired pins (vLLM #50789, #58222).
+_OLDEST: Final = (0, 32)
 _WANTED: Final = tuple(name.encode() for name in (_CACHE_INFO, _PROCESS_START, ENGINE_INFO_METRIC))
 
 
@@ -51,6 +53,11 @@ class EngineFacts:
     def streams_references(self) -> bool:
         """Whether its streams carry KV references: by the plugin, or natively from vLLM 0.33."""
         return self.has_plugin or _at_least(self.version, _NATIVE_STREAM_REFERENCES)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether its vLLM is of a version that kvloop relies on; True where it does not say."""
+        return not self.version or _at_least(self.version, _OLDEST)
 
     @property
     def can_pull(self) -> bool:

@@ -166,6 +166,12 @@ def limits(fleet: Fleet) -> list[str]:
         if engine.facts is not None and not engine.facts.streams_references
     ]
     found += [
+        f"{engine.role.value} node {engine.url} runs vLLM {engine.facts.version}: older than 0.32, "
+        f"pins that expire may stay for ever. Upgrade it."
+        for engine in fleet.engines
+        if engine.facts is not None and not engine.facts.is_supported
+    ]
+    found += [
         f"prefill node {engine.url} runs without bidirectional_kv_xfer: it computes every prompt. "
         f"Set it in kv_connector_extra_config."
         for engine in fleet.prefills

@@ -42,6 +42,10 @@ class ProvenPrompt:
     prefixes: Prefixes
     boundaries: list[ChainKey]
 
+    def is_what_was_computed(self, prompt_tokens: int | None) -> bool:
+        """Whether P's count agrees: an engine that ignored our ids has computed something else."""
+        return prompt_tokens is None or prompt_tokens == len(self.ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

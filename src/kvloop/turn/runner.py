@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvloop.engines.client import EngineError
 from kvloop.engines.fleet import serving
+from kvloop.engines.sse import EventTooLargeError
 from kvloop.observe.receipt import Receipt
 from kvloop.policy.route import Append, NoUsableNodeError, Pull
 from kvloop.turn.answer_stream import AnswerEnd, AnswerStream, take_from_body
@@ -109,11 +110,18 @@ class TurnRunner:
         ):
 
             def file(end: AnswerEnd) -> None:
+                sure = prompt
+                if (
+                    prompt
+                    and prefilled
+                    and not prompt.is_what_was_computed(prefilled.prompt_tokens)
+                ):
+                    sure = None
                 receipt.filed = file_reference(
-                    request, prompt, decode, end, plan.supersedes, services
+                    request, sure, decode, end, plan.supersedes, services
                 )
 
-            yield await _pass_on(request, reply, receipt.header, file)
+            yield await _pass_on(request, reply, receipt, file)
 
     async def _render(
         self, request: TurnRequest, prefills: Sequence[Engine], turn_number: int
@@ -138,38 +146,47 @@ class TurnRunner:
         prefilled = await run_prefill(request, prompt, plan, prefills, receipt, self._services)
         receipt.prefill_s = self._services.clock() - started_s
         _note_prefill(receipt, prefilled, plan, self._services)
-        if prompt is not None:
+        if prompt is not None and prompt.is_what_was_computed(prefilled.prompt_tokens):
             prefilled.engine.residency.served(prompt.prefixes)
         return prefilled
 
 
 async def _pass_on(
-    request: TurnRequest, reply: StreamReply, route: str, file: Callable[[AnswerEnd], None]
+    request: TurnRequest,
+    reply: StreamReply,
+    receipt: Receipt,
+    file: Callable[[AnswerEnd], None],
 ) -> Answer:
     """D's answer without what is only for the router; files the reference as soon as it is read."""
     if reply.status != 200:
         raise EngineRefusedError(await reply.whole())
     if reply.content_type.startswith("text/event-stream"):
-        events = _events(reply, file)
-        return Answer(reply.status, reply.content_type, route, chunks=events)
+        events = _events(reply, receipt, file)
+        return Answer(reply.status, reply.content_type, receipt.header, chunks=events)
     whole = await reply.whole()
     keep_ids = bool(request.body.get("return_token_ids"))
     body, end = take_from_body(whole.body, keep_token_ids=keep_ids)
     file(end)
-    return Answer(reply.status, reply.content_type, route, body=body)
+    return Answer(reply.status, reply.content_type, receipt.header, body=body)
 
 
-async def _events(reply: StreamReply, file: Callable[[AnswerEnd], None]) -> AsyncIterator[bytes]:
+async def _events(
+    reply: StreamReply, receipt: Receipt, file: Callable[[AnswerEnd], None]
+) -> AsyncIterator[bytes]:
     stream = AnswerStream()
     filed = False
-    async for data in reply.chunks():
-        events = stream.feed(data)
-        if not filed and stream.end.params is not None:
-            # Before the client sees the end: its next turn may follow at once.
-            file(stream.end)
-            filed = True
-        if events:
-            yield events
+    try:
+        async for data in reply.chunks():
+            events = stream.feed(data)
+            if not filed and stream.end.params is not None:
+                # Before the client sees the end: its next turn may follow at once.
+                file(stream.end)
+                filed = True
+            if events:
+                yield events
+    except (EngineError, EventTooLargeError) as error:
+        receipt.failure = str(error)
+        raise
     rest = stream.finish()
     if not filed:
         file(stream.end)

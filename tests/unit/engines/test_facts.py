@@ -32,6 +32,15 @@ def test_k23_without_the_plugin_streams_carry_no_references_before_033() -> None
     assert read_facts(with_plugin, MODELS, VERSION, renders=True).streams_references
 
 
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.32.0", True), ("0.31.9", False), ("1.0.0", True), ("0.32.0.dev3+cpu", True), ("", True)],
+)
+def test_k13_versions_that_strand_expired_pins_are_known(version: str, supported: bool) -> None:
+    said = b'{"version":"%s"}' % version.encode()
+    assert read_facts(METRICS, MODELS, said, renders=True).is_supported is supported
+
+
 @pytest.mark.parametrize(("said", "can_pull"), [(b"true", True), (b"false", False)])
 def test_k26_the_plugin_says_whether_an_engine_can_pull(said: bytes, can_pull: bool) -> None:
     facts = read_facts(METRICS + PLUGIN % said, MODELS, VERSION, renders=True)
