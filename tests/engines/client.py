@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from kvloop.cluster.engine_spec import SERVED_MODEL_NAME
+from tests.streams import streamed_text, streamed_token_ids
 
 _numbers = itertools.count(1)
 
@@ -41,7 +41,7 @@ class Client:
             pulled = re.search(r"pulled=(\d+)", said)
             assert pulled is not None
             kind, why = said.partition(";")[0], said.rpartition("why=")[2]
-            return Answer(_text(raw), kind, why, int(pulled[1]), response.status, raw)
+            return Answer(streamed_text(raw), kind, why, int(pulled[1]), response.status, raw)
 
     async def chat(
         self, messages: list[dict[str, Any]], *, reuse: str = "on", **fields: Any
@@ -61,21 +61,13 @@ class Client:
         return answer
 
     async def both(self, messages: list[dict[str, Any]], **fields: Any) -> Answer:
-        """With reuse and without; asserts that the answers are equal, gives the reusing one."""
-        on = await self.chat(messages, **fields)
-        off = await self.chat(messages, reuse="off", **fields)
+        """With reuse and without; asserts equal answers, token for token; gives the reusing one."""
+        on = await self.chat(messages, return_token_ids=True, **fields)
+        off = await self.chat(messages, reuse="off", return_token_ids=True, **fields)
         assert off.route == "recompute"
-        assert on.text == off.text
+        assert streamed_token_ids(on.raw)
+        assert streamed_token_ids(on.raw) == streamed_token_ids(off.raw)
         return on
-
-
-def _text(raw: bytes) -> str:
-    text = ""
-    for event in raw.decode().split("\n\n"):
-        if event.startswith("data: {"):
-            for choice in json.loads(event[6:]).get("choices", []):
-                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-    return text
 
 
 def opening(topic: str = "rivers") -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from kvloop.gateway.server import wait_until_ready
 from tests.engine_double.engine import Engine, Fabric, reference_answer
 from tests.engine_double.http import serving
 from tests.engine_double.tokens import decode, encode, render_chat
+from tests.streams import streamed_text
 
 
 @dataclass
@@ -100,12 +101,7 @@ def _text(raw: bytes, content_type: str) -> str:
         if not choices:
             return ""
         return choices[0].get("text") or choices[0].get("message", {}).get("content", "")
-    text = ""
-    for event in raw.decode().split("\n\n"):
-        if event.startswith("data: {"):
-            for choice in json.loads(event[6:]).get("choices", []):
-                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-    return text
+    return streamed_text(raw)
 
 
 @asynccontextmanager
