@@ -14,9 +14,9 @@ from aiohttp import web
 from kvloop.config import Settings
 from kvloop.gateway.app import Router
 from kvloop.gateway.server import wait_until_ready
-from tests.engine_double.engine import Engine, Fabric, reference_answer
-from tests.engine_double.http import serving
-from tests.engine_double.tokens import decode, encode, render_chat
+from tests.double.engine import Engine, Fabric, reference_answer
+from tests.double.http import serving
+from tests.double.tokens import decode, encode, render_chat
 from tests.streams import streamed_text
 
 

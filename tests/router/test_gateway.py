@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.engine_double.http import until
+from tests.double.http import until
 from tests.router.stack import follow, opening, stack
 
 CHAT = "/v1/chat/completions"

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine_double.engine import reference_answer
-from tests.engine_double.http import until
-from tests.engine_double.tokens import decode, render_chat
+from tests.double.engine import reference_answer
+from tests.double.http import until
+from tests.double.tokens import decode, render_chat
 from tests.router.stack import follow, opening, stack
 
 

@@ -1,0 +1,185 @@
+"""One engine's KV memory: block tables, prefix cache, pins. No I/O; the clock is passed in.
+
+The KV of a token is a hash of the KV before it *as it lies in the request's own blocks* and of the
+token. Whoever attaches wrong blocks computes on from wrong KV, answers from it, and files it in the
+prefix cache under the right tokens' hash, where it poisons others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+START = b"start"
+RUBBISH = b"rubbish"
+
+
+def next_kv(before: bytes, token: int) -> bytes:
+    """KV of ``token`` after KV ``before``."""
+    return hashlib.blake2b(before + token.to_bytes(8, "little"), digest_size=8).digest()
+
+
+def chain(seed: bytes, token_ids: list[int]) -> bytes:
+    """KV of the last of ``token_ids``, computed from nothing."""
+    kv = seed
+    for token in token_ids:
+        kv = next_kv(kv, token)
+    return kv
+
+
+@dataclass
+class Block:
+    """Physical memory: what was last written stays until it is overwritten."""
+
+    kv: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class Pin:
+    """Blocks kept for a reader, until it has read them or the time is over.
+
+    An untracked pin is vLLM's leak: the worker has never heard of the request, so neither a
+    reader's notice nor the time ends it.
+    """
+
+    blocks: list[int]
+    ends_s: float
+    num_tokens: int = 0
+    tracked: bool = True
+
+
+class OutOfBlocksError(Exception):
+    """No free block: requests and pins hold the rest."""
+
+
+class KVMemory:
+    """Blocks, who owns them, and what is cached."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.prefix_caching = prefix_caching
+        self.blocks = [Block() for _ in range(num_blocks)]
+        # Least recently freed first; what is cached stays so until its block is taken.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.cached: dict[bytes, int] = {}
+        self.hash_of: dict[int, bytes] = {}
+        self.users = [0] * num_blocks
+        self.pins: dict[str, Pin] = {}
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return math.ceil(num_tokens / self.block_size)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self.free)
+
+    # Pins
+
+    def pin(self, request_id: str, pin: Pin) -> None:
+        self.pins[request_id] = pin
+
+    def expire(self, now_s: float) -> int:
+        """End the pins whose time is over; how many there were."""
+        over = [key for key, pin in self.pins.items() if pin.tracked and pin.ends_s <= now_s]
+        for request_id in over:
+            self.unpin(request_id)
+        return len(over)
+
+    def unpin(self, request_id: str) -> bool:
+        """Free a pin's blocks; False if there is none (any more) or nobody may."""
+        pin = self.pins.get(request_id)
+        if pin is None or not pin.tracked:
+            return False
+        del self.pins[request_id]
+        self.release(pin.blocks)
+        return True
+
+    # Blocks
+
+    def allocate(self) -> int:
+        """The block freed longest ago. What lies in it lies there until it is overwritten."""
+        if not self.free:
+            raise OutOfBlocksError
+        block, _ = self.free.popitem(last=False)
+        known_as = self.hash_of.pop(block, None)
+        if known_as is not None:
+            self.cached.pop(known_as, None)
+        self.users[block] = 1
+        return block
+
+    def release(self, blocks: list[int]) -> None:
+        """The last blocks of a sequence are the first to be taken again."""
+        for block in reversed(blocks):
+            self.users[block] -= 1
+            if self.users[block] == 0:
+                self.free[block] = None
+
+    def copy_in(self, table: list[int], remote: KVMemory, remote_block: int) -> None:
+        """One block over the wire, whatever it holds by now."""
+        block = self.allocate()
+        self.blocks[block].kv = list(remote.blocks[remote_block].kv)
+        table.append(block)
+
+    def write(self, table: list[int], kv: bytes, position: int) -> None:
+        number, offset = divmod(position, self.block_size)
+        if number == len(table):
+            table.append(self.allocate())
+        held = self.blocks[table[number]].kv
+        held.extend([RUBBISH] * (offset + 1 - len(held)))
+        held[offset] = kv
+
+    def read(self, table: list[int], position: int) -> bytes:
+        """What lies at a position; rubbish where nothing was ever written."""
+        number, offset = divmod(position, self.block_size)
+        held = self.blocks[table[number]].kv
+        return held[offset] if offset < len(held) else RUBBISH
+
+    # Prefix cache
+
+    def lookup(self, seed: bytes, token_ids: list[int]) -> list[int]:
+        """Cached leading blocks of a prompt. At least one token is always left to compute."""
+        found: list[int] = []
+        if self.prefix_caching:
+            for known_as in self._hashes(seed, token_ids[:-1]):
+                block = self.cached.get(known_as)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def hit(self, seed: bytes, token_ids: list[int]) -> list[int]:
+        """As :meth:`lookup`, taken into use and counted."""
+        found = self.lookup(seed, token_ids)
+        for block in found:
+            self.free.pop(block, None)
+            self.users[block] += 1
+        if self.prefix_caching:
+            self.queried_tokens += len(token_ids)
+            self.hit_tokens += len(found) * self.block_size
+        return found
+
+    def shortage(self, seed: bytes, prompt: list[int], num_tokens: int, promised: int) -> int:
+        """Blocks lacking for a request of ``num_tokens`` beside those promised to others."""
+        found = self.lookup(seed, prompt)
+        free = len(self.free) - sum(block in self.free for block in found)
+        return self.blocks_for(num_tokens) + promised - len(found) - free
+
+    def file(self, seed: bytes, token_ids: list[int], table: list[int]) -> None:
+        """File a request's full blocks under what their tokens *should* have made of them."""
+        if self.prefix_caching:
+            for known_as, block in zip(self._hashes(seed, token_ids), table, strict=False):
+                if known_as not in self.cached and block not in self.hash_of:
+                    self.cached[known_as] = block
+                    self.hash_of[block] = known_as
+
+    def _hashes(self, seed: bytes, token_ids: list[int]) -> list[bytes]:
+        kv, hashes = seed + b"hash", []
+        for start in range(0, len(token_ids) // self.block_size * self.block_size, self.block_size):
+            kv = chain(kv, token_ids[start : start + self.block_size])
+            hashes.append(kv)
+        return hashes

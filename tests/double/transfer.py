@@ -1,0 +1,134 @@
+"""References as vLLM 0.32's pull connector takes, gives and drops them.
+
+Follows ``nixl/pull_scheduler.py`` and ``nixl/base_worker.py``.
+
+It compares no tokens: which blocks are read follows from counts alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from tests.double.fabric import HangError, LoadFailedError
+from tests.double.kv import Pin
+
+if TYPE_CHECKING:
+    from tests.double.engine import Engine, Sequence
+
+EXPIRY_MARGIN_S = 5.0
+_WHERE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+def pull(engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int]) -> int:
+    """Read what the request's reference offers into its table; the number of tokens read.
+
+    Raises LoadFailedError, HangError, and DiedError for what kills an engine.
+    """
+    blocks = asked.get("remote_block_ids")
+    complete = all(name in asked for name in _WHERE)
+    from_prefill = bool(asked.get("do_remote_prefill"))
+    from_decode = bool(asked.get("do_remote_decode")) and bool(blocks) and complete
+    if not from_prefill and not from_decode:
+        return 0
+    num_tokens = _offered(asked, prompt, from_prefill=from_prefill)
+    num_tokens -= len(table) * engine.block_size
+    if num_tokens <= 0 or (not from_prefill and num_tokens < engine.kv_recompute_threshold):
+        if blocks and complete and (from_prefill or engine.bidirectional):
+            notify(engine, asked)
+        return 0
+    engine.counters.external_queries += len(prompt)
+    if from_prefill and not blocks:
+        engine.die()  # update_state_after_alloc asserts that nothing was to be loaded
+    if not complete or not (from_prefill or engine.bidirectional):
+        raise HangError
+    _read(engine, asked, table, num_tokens)
+    return num_tokens
+
+
+def _offered(asked: dict[str, Any], prompt: list[int], *, from_prefill: bool) -> int:
+    if from_prefill:  # P has all of the prompt, whatever its reference says
+        return len(prompt)
+    return min(asked.get("remote_num_tokens") or 0, len(prompt))
+
+
+def _read(engine: Engine, asked: dict[str, Any], table: list[int], num_tokens: int) -> None:
+    producer = engine.fabric.find(asked)
+    if producer is None:
+        engine.counters.failed_transfers += 1
+        raise LoadFailedError
+    expiry_s = asked.get("remote_blocks_expiry_time")
+    if expiry_s is not None and expiry_s - EXPIRY_MARGIN_S <= producer.now_s:
+        engine.counters.expired_requests += 1
+        raise LoadFailedError  # and the producer hears nothing: its pin stays
+    needed = math.ceil(num_tokens / engine.block_size)
+    remote: list[int] = asked["remote_block_ids"][0]
+    if needed > len(remote):
+        engine.die()  # _apply_prefix_caching asserts that there are enough
+    producer.expire()
+    for block in remote[-needed:]:
+        engine.memory.copy_in(table, producer.memory, block)
+    engine.fabric.read_tokens += num_tokens
+    engine.counters.external_hits += num_tokens
+    engine.counters.transfers += 1
+    engine.counters.bytes_read += needed * engine.block_size * engine.bytes_per_token
+    producer.notified(asked["remote_request_id"])
+
+
+def notify(engine: Engine, asked: dict[str, Any]) -> None:
+    """Tell the producer that its blocks are not needed (any more)."""
+    producer = engine.fabric.find(asked)
+    if producer is not None:
+        producer.notified(asked["remote_request_id"])
+
+
+def reject(engine: Engine, asked: Any) -> None:
+    """The request ends before it is scheduled: vLLM then frees the producer's blocks."""
+    if engine.dead or not isinstance(asked, dict) or not asked.get("do_remote_prefill"):
+        return
+    if not all(name in asked for name in _WHERE):
+        engine.dead = True  # KeyError in build_connector_meta, behind the answer
+        return
+    notify(engine, asked)
+
+
+def heartbeat(engine: Engine, asked: dict[str, Any] | None) -> None:
+    """While D has a request waiting, it renews P's lease on the blocks."""
+    if not asked or not asked.get("do_remote_prefill"):
+        return
+    producer = engine.fabric.find(asked)
+    pin = producer.memory.pins.get(asked["remote_request_id"]) if producer else None
+    if producer is not None and pin is not None:
+        pin.ends_s = max(pin.ends_s, producer.now_s + producer.lease_s)
+
+
+def keep(engine: Engine, sequence: Sequence) -> dict[str, Any] | None:
+    """Pin a finished request's blocks and say where they are; or free them."""
+    asked, table = sequence.asked, sequence.table
+    is_prefill = bool(asked.get("do_remote_decode"))
+    if not asked or not (is_prefill or engine.bidirectional):
+        engine.memory.release(table)
+        return None
+    # Only these two put a request among those that the worker tracks; others' blocks leak.
+    tracked = is_prefill or bool(asked.get("do_remote_prefill"))
+    ends_s = engine.now_s + (engine.lease_s if is_prefill else engine.ttl_s)
+    num_tokens = sequence.num_computed
+    engine.memory.pin(sequence.request_id, Pin(table, ends_s, num_tokens, tracked))
+    given: dict[str, Any] = {
+        "do_remote_prefill": is_prefill,
+        "do_remote_decode": not is_prefill,
+        "remote_block_ids": [[*table, *([0] * engine.extra_exported_blocks)]],
+        "remote_engine_id": engine.engine_id,
+        "remote_request_id": sequence.request_id,
+        "remote_host": engine.side_host,
+        "remote_port": engine.side_port,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None if is_prefill else ends_s,
+        "transfer_mode": "pull",
+    }
+    if is_prefill:
+        given["remote_prefill_cached_tokens"] = sequence.cached_tokens
+    return given
