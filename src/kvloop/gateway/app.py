@@ -161,7 +161,7 @@ def limits(fleet: Fleet) -> list[str]:
     """What these engines keep the loop from doing, in sentences for an operator."""
     found = [
         f"decode node {engine.url} does not stream KV references: streamed turns work but are "
-        f"not reused. Install kvloop in its environment (`pip install kvloop`)."
+        f"not reused. Install kvloop where its vLLM is installed."
         for engine in fleet.decodes
         if engine.facts is not None and not engine.facts.streams_references
     ]
