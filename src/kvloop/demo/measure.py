@@ -12,7 +12,7 @@ from kvloop.cluster.engine_spec import SERVED_MODEL_NAME
 from kvloop.demo.conversation import MAX_TOKENS, Message, opening, tool_result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from openai import AsyncOpenAI
     from openai.types.chat import ChatCompletionMessageParam
@@ -40,6 +40,8 @@ class TurnResult:
     turn: int
     off: Leg
     on: Leg
+    nixl_bytes: int
+    """What P's own metrics say it read from D during the leg with reuse."""
 
     @property
     def identical(self) -> bool:
@@ -53,9 +55,14 @@ class TurnResult:
 
 
 async def play(
-    client: AsyncOpenAI, num_turns: int, report: Callable[[TurnResult], None]
+    client: AsyncOpenAI,
+    num_turns: int,
+    report: Callable[[TurnResult], None],
+    bytes_read: Callable[[], Awaitable[int]],
 ) -> list[TurnResult]:
     """Play ``num_turns`` turns; tells ``report`` of each.
+
+    ``bytes_read``: what P has read from D so far, by its own metrics.
 
     Both legs of a turn send the same messages, so their answers can be compared; a cache salt for
     each keeps them out of each other's prefix caches. Which goes first alternates.
@@ -64,10 +71,12 @@ async def play(
     messages = opening(salt)
     results = []
     for turn in range(1, num_turns + 1):
-        legs = {}
+        legs, moved = {}, {}
         for reuse in ("off", "on") if turn % 2 else ("on", "off"):
+            before = await bytes_read()
             legs[reuse] = await ask(client, messages, reuse, f"{salt}-{reuse}")
-        result = TurnResult(turn, legs["off"], legs["on"])
+            moved[reuse] = await bytes_read() - before
+        result = TurnResult(turn, legs["off"], legs["on"], moved["on"])
         report(result)
         results.append(result)
         messages = [

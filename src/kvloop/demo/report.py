@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from kvloop import __version__
@@ -37,6 +38,7 @@ def as_json(turns: Sequence[TurnResult], moved: MovedBytes) -> dict[str, Any]:
                 "ttft_off_s": result.off.ttft_s,
                 "ttft_on_s": result.on.ttft_s,
                 "identical": result.identical,
+                "nixl_bytes": result.nixl_bytes,
             }
             for result in turns
         ],
@@ -65,7 +67,7 @@ def versions() -> dict[str, str | None]:
 
 def new_table() -> Table:
     """The table's head."""
-    table = Table(title="One conversation, each turn without and with reuse")
+    table = Table(title="One conversation, each turn without and with reuse", box=SIMPLE, padding=0)
     for heading in (
         "turn",
         "prompt\ntokens",
@@ -74,6 +76,7 @@ def new_table() -> Table:
         "TTFT off\n(s)",
         "TTFT on\n(s)",
         "off/on",
+        "NIXL\n(MiB)",
     ):
         table.add_column(heading, justify="right")
     table.add_column("answers", justify="left")
@@ -90,6 +93,7 @@ def add_turn(table: Table, result: TurnResult) -> None:
         f"{result.off.ttft_s:.2f}",
         f"{result.on.ttft_s:.2f}",
         f"{result.ratio:.1f}x",
+        f"{result.nixl_bytes / 2**20:.1f}",
         "identical" if result.identical else "DIFFERENT",
     )
 

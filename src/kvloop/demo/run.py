@@ -54,7 +54,10 @@ async def run_demo(console: Console, run_dir: Path, num_turns: int) -> dict[str,
                 f"{result.off.ttft_s:.2f} s off, {result.on.ttft_s:.2f} s on"
             )
 
-        turns = await play(client, num_turns, tell)
+        async def bytes_read() -> int:
+            return await _bytes_read(cluster.urls(Role.PREFILL))
+
+        turns = await play(client, num_turns, tell, bytes_read)
         moved = _difference(await _moved(cluster), before)
     console.print(table)
     console.print(summary(turns, moved), highlight=False)

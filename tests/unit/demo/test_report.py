@@ -17,8 +17,8 @@ def leg(text: str, ttft_s: float, pulled: int) -> Leg:
 
 def results() -> list[TurnResult]:
     return [
-        TurnResult(1, leg("same", 2.0, 0), leg("same", 2.0, 0)),
-        TurnResult(2, leg("one", 6.0, 0), leg("other", 1.5, 896)),
+        TurnResult(1, leg("same", 2.0, 0), leg("same", 2.0, 0), 0),
+        TurnResult(2, leg("one", 6.0, 0), leg("other", 1.5, 896), 23_040 * 896),
     ]
 
 
@@ -32,6 +32,7 @@ def test_the_json_has_what_it_promises() -> None:
         "ttft_off_s": 6.0,
         "ttft_on_s": 1.5,
         "identical": False,
+        "nixl_bytes": 23_040 * 896,
     }
     assert figures["turns"][0]["identical"] is True
     assert figures["ttft_ratio_last_turn"] == 4.0
@@ -43,11 +44,12 @@ def test_the_table_shows_a_different_answer_loudly() -> None:
     table = new_table()
     for result in results():
         add_turn(table, result)
-    console = Console(width=100)
+    console = Console(width=80)
     with console.capture() as captured:
         console.print(table)
     assert captured.get().count("DIFFERENT") == 1
     assert captured.get().count("identical") == 1
+    assert "19.7" in captured.get()
 
 
 def test_the_summary_reconciles_tokens_and_bytes() -> None:
