@@ -6,7 +6,6 @@ from typing import Any, Final, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 
-NUM_TURNS: Final = 6
 MAX_TOKENS: Final = 24
 
 _RULES: Final = (

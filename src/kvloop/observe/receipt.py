@@ -6,7 +6,7 @@ Logged as one JSON line per turn by the logger ``kvloop.receipt``; no prompt tex
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -37,7 +37,6 @@ class Receipt:
     failure: str | None = None
     prefill_s: float | None = None
     decode_head_s: float | None = None
-    notes: list[str] = field(default_factory=list)
 
     @property
     def header(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from kvloop.turn.prefill_leg import Prefilled
     from kvloop.turn.request import TurnRequest
     from kvloop.turn.services import Services
-
-logger = logging.getLogger("kvloop.turn")
 
 
 @asynccontextmanager
