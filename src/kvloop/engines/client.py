@@ -1,4 +1,6 @@
-"""The one HTTP client for engines: three kinds of call, three kinds of failure.
+"""How engines are called: three kinds of call, three kinds of failure.
+
+:class:`EngineClient` is the contract; :class:`HttpEngineClient` the one that runs.
 
 Nothing of a request's meaning may be known here. Closing a stream early closes its connection,
 which is how vLLM learns that nobody waits any more.
@@ -9,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import aiohttp
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+    from contextlib import AbstractAsyncContextManager
 
 # vLLM's server drops idle connections after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`); one that is
 # about to be dropped must not be picked for a request.
@@ -52,8 +55,56 @@ class Reply:
     body: bytes
 
 
-class StreamReply:
+class StreamReply(Protocol):
     """An answer whose body is still coming."""
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+
+    @property
+    def content_type(self) -> str:
+        """The whole header."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives. Raises EngineBrokenError or EngineTimeoutError."""
+
+    async def whole(self) -> Reply:
+        """The body at its end. Raises like :meth:`chunks`."""
+
+
+class EngineClient(Protocol):
+    """Calls engines; an async context manager for as long as its connections live."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def get(self, url: str, path: str, *, timeout_s: float) -> Reply:
+        """GET a small answer. Raises EngineError."""
+
+    async def post(
+        self, url: str, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float
+    ) -> Reply:
+        """POST JSON and wait for the whole answer, ``timeout_s`` at most. Raises EngineError."""
+
+    def stream(
+        self,
+        url: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        silence_timeout_s: float,
+    ) -> AbstractAsyncContextManager[StreamReply]:
+        """POST JSON and read the answer as it comes. Raises EngineError.
+
+        ``silence_timeout_s`` is the longest wait for the answer's head and between two chunks.
+        """
+
+
+class HttpStreamReply:
+    """See :class:`StreamReply`."""
 
     def __init__(self, url: str, response: aiohttp.ClientResponse) -> None:
         self._url = url
@@ -62,20 +113,20 @@ class StreamReply:
         self.content_type = response.headers.get("content-type", "application/octet-stream")
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises EngineBrokenError or EngineTimeoutError."""
+        """See :meth:`StreamReply.chunks`."""
         content = self._response.content
         with _engine_errors(self._url):
             while chunk := await content.readany():
                 yield chunk
 
     async def whole(self) -> Reply:
-        """The body at its end. Raises like :meth:`chunks`."""
+        """See :meth:`StreamReply.whole`."""
         with _engine_errors(self._url):
             return Reply(self.status, self.content_type, await self._response.read())
 
 
-class EngineClient:
-    """Keeps connections to engines; use as an async context manager."""
+class HttpEngineClient:
+    """Keeps connections to engines; see :class:`EngineClient`."""
 
     def __init__(self, connect_timeout_s: float) -> None:
         """``connect_timeout_s``: an engine that does not accept within this is unreachable."""
@@ -92,14 +143,14 @@ class EngineClient:
             await self._session.close()
 
     async def get(self, url: str, path: str, *, timeout_s: float) -> Reply:
-        """GET a small answer. Raises EngineError."""
+        """See :meth:`EngineClient.get`."""
         async with self._send("GET", url, path, None, {}, timeout_s, None) as stream:
             return await stream.whole()
 
     async def post(
         self, url: str, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float
     ) -> Reply:
-        """POST JSON and wait for the whole answer, ``timeout_s`` at most. Raises EngineError."""
+        """See :meth:`EngineClient.post`."""
         async with self._send("POST", url, path, body, headers, timeout_s, None) as stream:
             return await stream.whole()
 
@@ -112,11 +163,8 @@ class EngineClient:
         headers: Mapping[str, str],
         *,
         silence_timeout_s: float,
-    ) -> AsyncGenerator[StreamReply]:
-        """POST JSON and read the answer as it comes. Raises EngineError.
-
-        ``silence_timeout_s`` is the longest wait for the answer's head and between two chunks.
-        """
+    ) -> AsyncGenerator[HttpStreamReply]:
+        """See :meth:`EngineClient.stream`."""
         async with self._send("POST", url, path, body, headers, None, silence_timeout_s) as stream:
             yield stream
 
@@ -130,9 +178,9 @@ class EngineClient:
         headers: Mapping[str, str],
         total_s: float | None,
         silence_s: float | None,
-    ) -> AsyncGenerator[StreamReply]:
+    ) -> AsyncGenerator[HttpStreamReply]:
         if self._session is None:
-            raise RuntimeError("EngineClient is used outside of its `async with`")
+            raise RuntimeError("HttpEngineClient is used outside of its `async with`")
         timeout = aiohttp.ClientTimeout(
             total=total_s, sock_connect=self._connect_timeout_s, sock_read=silence_s
         )
@@ -147,7 +195,7 @@ class EngineClient:
                 allow_redirects=False,
             )
         async with response:
-            yield StreamReply(url, response)
+            yield HttpStreamReply(url, response)
 
 
 class _engine_errors:  # noqa: N801 - used like a statement

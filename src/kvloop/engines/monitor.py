@@ -10,12 +10,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from kvloop.engines.client import EngineClient, EngineError, EngineTimeoutError
+from kvloop.engines.client import EngineError, EngineTimeoutError
 from kvloop.engines.facts import EngineFacts, read_facts, started_s
 from kvloop.engines.fleet import Engine, Fleet, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kvloop.engines.client import EngineClient
 
 logger = logging.getLogger("kvloop.engines")
 

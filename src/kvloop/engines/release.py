@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvloop.engines.client import EngineClient, EngineError
+from kvloop.engines.client import EngineError
 from kvloop.wire import KV_PARAMS, REFERENCE_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvloop.engines.client import EngineClient
     from kvloop.observe.metrics import Metrics
 
 logger = logging.getLogger("kvloop.release")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from kvloop.engines.client import EngineClient
+from kvloop.engines.client import HttpEngineClient
 from kvloop.engines.fleet import Fleet
 from kvloop.engines.monitor import watch
 from kvloop.engines.release import Releases
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from kvloop.config import Settings
+    from kvloop.engines.client import EngineClient
     from kvloop.engines.fleet import Engine
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,10 +45,15 @@ _RELEASE_AT_SHUTDOWN_S = 5.0
 class Router:
     """The services and the endpoints that show their state."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: monotonic seconds."""
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        client: EngineClient | None = None,
+    ) -> None:
+        """``clock``: monotonic seconds. ``client``: how engines are called; default: HTTP."""
         self._settings = settings
-        client = EngineClient(settings.connect_timeout_s)
+        client = client or HttpEngineClient(settings.connect_timeout_s)
         metrics = Metrics()
         secret = settings.fingerprint_secret.encode() or secrets.token_bytes(32)
         self.services = Services(
@@ -84,10 +90,16 @@ class Router:
         app.cleanup_ctx.append(self._lifetime)
         return app
 
-    async def _lifetime(self, _app: web.Application) -> AsyncGenerator[None]:
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Connections and background work, for as long as turns are served."""
         async with self.services.client, _background(self._watch(), self.services.releases.run()):
             yield
             await self._give_everything_back()
+
+    async def _lifetime(self, _app: web.Application) -> AsyncGenerator[None]:
+        async with self.running():
+            yield
 
     async def _watch(self) -> None:
         await watch(
