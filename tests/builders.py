@@ -43,6 +43,7 @@ def reference(
     engine_id: str = "engine-d",
     conversation: str | None = None,
     num_tokens: int | None = None,
+    continued: bool = False,
 ) -> KVReference:
     """A reference whose proof covers ``token_ids``."""
     retained = len(token_ids) if num_tokens is None else num_tokens
@@ -57,4 +58,5 @@ def reference(
         deadline_s=deadline_s,
         boundaries=boundaries,
         conversation=conversation,
+        continued=continued,
     )

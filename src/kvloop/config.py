@@ -48,13 +48,28 @@ class Settings:
     threshold_tokens: int = _setting(64, "pull only what saves the prefill node as many tokens")
     kv_ttl_s: float = _setting(480.0, "how long decode nodes pin a turn (decoder_kv_blocks_ttl)")
     deadline_margin_s: float = _setting(15.0, "a reference is not used this close to its end")
+    pin_budget: float = _setting(
+        0.5, "share of a decode node's KV cache that may be pinned for later turns"
+    )
     max_references: int = _setting(100_000, "conversations to remember")
+    max_ledger_bytes: int = _setting(1024**3, "memory for what is remembered of them")
     fingerprint_secret: str = _setting("", "secret of the token proofs; default: a random one")
     connect_timeout_s: float = _setting(2.0, "longest wait for an engine to accept a connection")
     prefill_timeout_s: float = _setting(600.0, "longest prefill leg")
     pull_timeout_s: float = _setting(60.0, "longest prefill leg that pulls, before it goes cold")
-    silence_timeout_s: float = _setting(600.0, "longest silence of a decode node")
+    first_byte_timeout_s: float = _setting(
+        600.0, "longest wait for the first byte of a decode node's answer"
+    )
+    silence_timeout_s: float = _setting(600.0, "longest silence within a decode node's answer")
+    decode_timeout_s: float = _setting(3600.0, "longest decode leg")
     render_timeout_s: float = _setting(10.0, "longest wait for token ids")
+    prefill_concurrency: int = _setting(256, "prefill legs at once on each prefill node")
+    decode_concurrency: int = _setting(2048, "decode legs at once on each decode node")
+    queue_limit: int = _setting(1024, "turns that may wait for a place on each engine")
+    queue_timeout_s: float = _setting(60.0, "longest wait for a place on an engine")
+    orphan_grace_s: float = _setting(
+        2.0, "how long a prefill node may go on for a client that has left, to give back its blocks"
+    )
     probe_interval_s: float = _setting(5.0, "time between two looks at each engine")
     drain_timeout_s: float = _setting(30.0, "time for running turns to end at shutdown")
     max_body_bytes: int = _setting(64 * 1024 * 1024, "largest request body")
@@ -66,23 +81,30 @@ class Settings:
             for url in getattr(self, name):
                 if not url.startswith(("http://", "https://")):
                     raise ConfigError(f"{name}: {url!r} is no URL; write http://HOST:PORT")
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-                raise ConfigError(f"{setting.name}: {value} is negative")
-        if self.max_references < 1:
-            raise ConfigError("max_references: must be at least 1")
-        if self.deadline_margin_s >= self.kv_ttl_s:
-            raise ConfigError(
-                f"deadline_margin_s ({self.deadline_margin_s}) must be less than kv_ttl_s "
-                f"({self.kv_ttl_s}), or no reference is ever used"
-            )
+        self._check_numbers()
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
                 f"log_level: {self.log_level!r} is none of debug, info, warning, error"
             )
         if self.fingerprint_secret and len(self.fingerprint_secret.encode()) < 16:
             raise ConfigError("fingerprint_secret: needs at least 16 bytes")
+
+    def _check_numbers(self) -> None:
+        for name, setting in FIELDS.items():
+            value, default = getattr(self, name), _default(setting)
+            if isinstance(default, int | float) and not isinstance(default, bool) and value < 0:
+                raise ConfigError(f"{name}: {value} is negative")
+        for name in ("max_references", "prefill_concurrency", "decode_concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+        for name in ("pin_budget",):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name}: a share is at most 1, not {getattr(self, name)}")
+        if self.deadline_margin_s >= self.kv_ttl_s:
+            raise ConfigError(
+                f"deadline_margin_s ({self.deadline_margin_s}) must be less than kv_ttl_s "
+                f"({self.kv_ttl_s}), or no reference is ever used"
+            )
 
     def require_engines(self) -> None:
         """Raises ConfigError unless there is at least one engine of each role."""

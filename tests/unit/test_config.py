@@ -29,7 +29,12 @@ def test_a_flag_beats_the_environment_which_beats_the_file(toml: Path) -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_key_is_a_flag_an_environment_variable_and_a_toml_key(name: str, toml: Path) -> None:
-    value = {"reuse": "true", "log_level": "debug", "fingerprint_secret": "x" * 16}.get(name, "30")
+    value = {
+        "reuse": "true",
+        "log_level": "debug",
+        "fingerprint_secret": "x" * 16,
+        "pin_budget": "0.3",
+    }.get(name, "30")
     if name in ("prefill", "decode", "render"):
         value = "http://somewhere"
     toml.write_text(f"{name} = '{value}'\n")

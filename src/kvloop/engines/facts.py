@@ -22,7 +22,9 @@ _PROCESS_START: Final = "process_start_time_seconds"
 _NATIVE_STREAM_REFERENCES: Final = (0, 33)
 # Earlier ones strand expired pins (vLLM #50789, #58222).
 _OLDEST: Final = (0, 32)
-_WANTED: Final = tuple(name.encode() for name in (_CACHE_INFO, _PROCESS_START, ENGINE_INFO_METRIC))
+_KV_USAGE: Final = "vllm:kv_cache_usage_perc"
+_RUNNING: Final = "vllm:num_requests_running"
+_WAITING: Final = "vllm:num_requests_waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +72,48 @@ class EngineFacts:
         return frozenset(str(model.get("id")) for model in self.models)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is at one look; sums over its data-parallel ranks."""
+
+    kv_usage: float
+    """Share of its KV blocks in use, of the fullest rank."""
+    running: int
+    waiting: int
+
+
+def read_load(body: bytes) -> EngineLoad:
+    """Load from the body of ``/metrics``; zeros where it says nothing."""
+    samples = _samples(body, (_KV_USAGE, _RUNNING, _WAITING))
+    by_name: dict[str, list[float]] = {}
+    for name, _, value in samples:
+        by_name.setdefault(name, []).append(value)
+    return EngineLoad(
+        kv_usage=max(by_name.get(_KV_USAGE, ()), default=0.0),
+        running=int(sum(by_name.get(_RUNNING, ()))),
+        waiting=int(sum(by_name.get(_WAITING, ()))),
+    )
+
+
 def read_metrics(body: bytes) -> dict[str, tuple[dict[str, str], float]]:
-    """Labels and value of the wanted metrics. Only their lines are parsed: there are thousands."""
-    lines = [line for line in body.splitlines() if line.startswith(_WANTED)]
-    text = b"\n".join(lines).decode("utf-8", "replace") + "\n"
+    """Labels and value of the metrics that say what an engine is."""
     return {
-        sample.name: (sample.labels, sample.value)
+        name: (labels, value)
+        for name, labels, value in _samples(body, (_CACHE_INFO, _PROCESS_START, ENGINE_INFO_METRIC))
+    }
+
+
+def _samples(body: bytes, names: tuple[str, ...]) -> list[tuple[str, dict[str, str], float]]:
+    """Samples of these metrics. Only their lines are parsed: there are thousands."""
+    starts = tuple(name.encode() for name in names)
+    lines = [line for line in body.splitlines() if line.startswith(starts)]
+    text = b"\n".join(lines).decode("utf-8", "replace") + "\n"
+    return [
+        (sample.name, sample.labels, sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-    }
+        if sample.name in names
+    ]
 
 
 def read_facts(metrics: bytes, models: bytes, version: bytes, *, renders: bool) -> EngineFacts:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvloop.engines.breaker import Breaker, BreakerState
 from kvloop.policy.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from kvloop.engines.facts import EngineFacts
+    from kvloop.engines.facts import EngineFacts, EngineLoad
+    from kvloop.engines.gate import Gate
 
 
 class Role(Enum):
@@ -33,11 +35,18 @@ class Engine:
     role: Role
     facts: EngineFacts | None = None
     """None until it was seen healthy for the first time."""
+    engine_id: str | None = None
+    """Of the life that its last reference came from."""
     trouble: str | None = "not seen yet"
     """Why it cannot be used now; None if it can."""
     late_probes: int = 0
     """Probes in a row that were not answered in time."""
     residency: Residency = field(default_factory=lambda: Residency(0))
+    breaker: Breaker = field(default_factory=Breaker)
+    load: EngineLoad | None = None
+    """At the last look; None before the first."""
+    gate: Gate | None = None
+    """Bounds what it is given at once; None: unbounded."""
 
     @property
     def usable(self) -> bool:
@@ -47,6 +56,8 @@ class Engine:
     def seen(self, facts: EngineFacts) -> bool:
         """It is healthy; returns whether it is another process than before."""
         restarted = self.facts is not None and self.facts.started_s != facts.started_s
+        if restarted:
+            self.breaker = Breaker()
         if self.facts is None or restarted:
             self.residency = Residency(facts.kv_capacity_tokens if facts.prefix_caching else 0)
         self.facts = facts
@@ -68,12 +79,22 @@ class Fleet:
     renders: tuple[Engine, ...] = ()
 
     @classmethod
-    def of(cls, prefill: Iterable[str], decode: Iterable[str], render: Iterable[str] = ()) -> Fleet:
-        """A fleet of engines at these URLs."""
+    def of(
+        cls,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        render: Iterable[str] = (),
+        gate_of: Callable[[Role], Gate | None] = lambda _: None,
+    ) -> Fleet:
+        """A fleet of engines at these URLs; ``gate_of`` makes each one's gate."""
+
+        def engines(urls: Iterable[str], role: Role) -> tuple[Engine, ...]:
+            return tuple(Engine(url, role, gate=gate_of(role)) for url in urls)
+
         return cls(
-            tuple(Engine(url, Role.PREFILL) for url in prefill),
-            tuple(Engine(url, Role.DECODE) for url in decode),
-            tuple(Engine(url, Role.RENDER) for url in render),
+            engines(prefill, Role.PREFILL),
+            engines(decode, Role.DECODE),
+            engines(render, Role.RENDER),
         )
 
     @property
@@ -98,12 +119,27 @@ class Fleet:
         return missing
 
 
-def serving(engines: Iterable[Engine], model: str | None) -> list[Engine]:
-    """Usable engines that list the model; all usable ones if none does (they then say so)."""
-    usable = [engine for engine in engines if engine.usable]
+def serving(engines: Iterable[Engine], model: str | None, now_s: float) -> list[Engine]:
+    """Engines that may be sent a turn for ``model``: those that list it; all if none does (they
+    then say so themselves).
+
+    Left out are engines whose breaker is open, those that somebody else is trying out, and those
+    whose queue is full, the last two only where others remain.
+    """
+    usable = [
+        engine
+        for engine in engines
+        if engine.usable and engine.breaker.state(now_s) is not BreakerState.OPEN
+    ]
     listed = [
         engine
         for engine in usable
         if engine.facts is not None and model in engine.facts.model_names
     ]
-    return listed or usable
+    chosen = listed or usable
+    free = [
+        engine
+        for engine in chosen
+        if engine.breaker.accepts(now_s) and not (engine.gate and engine.gate.is_full)
+    ]
+    return free or chosen

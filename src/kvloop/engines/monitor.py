@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvloop.engines.client import EngineError, EngineTimeoutError
-from kvloop.engines.facts import EngineFacts, read_facts, started_s
+from kvloop.engines.facts import EngineFacts, read_facts, read_load, started_s
 from kvloop.engines.fleet import Engine, Fleet, Role
 
 if TYPE_CHECKING:
@@ -37,15 +37,17 @@ async def watch(
     *,
     interval_s: float,
     on_usable: Callable[[Engine, bool], None],
+    on_seen: Callable[[Engine], None] = lambda _: None,
 ) -> None:
     """Probe every engine every ``interval_s`` seconds until cancelled.
 
     ``on_usable`` is called when an engine has become usable, with whether it is another process
-    than before: whoever keeps references then knows that those are gone.
+    than before: whoever keeps references then knows that those are gone. ``on_seen`` is called
+    after every look at a usable engine, its load being news.
     """
     async with asyncio.TaskGroup() as group:
         for engine in fleet.engines:
-            group.create_task(_watch_one(engine, client, interval_s, on_usable))
+            group.create_task(_watch_one(engine, client, interval_s, on_usable, on_seen))
 
 
 async def probe(engine: Engine, client: EngineClient) -> bool:
@@ -77,6 +79,7 @@ async def _watch_one(
     client: EngineClient,
     interval_s: float,
     on_usable: Callable[[Engine, bool], None],
+    on_seen: Callable[[Engine], None],
 ) -> None:
     while True:
         was_usable = engine.usable
@@ -85,6 +88,8 @@ async def _watch_one(
             logger.warning("%s node %s was restarted", engine.role.value, engine.url)
         if restarted or (engine.usable and not was_usable):
             on_usable(engine, restarted)
+        if engine.usable:
+            on_seen(engine)
         await asyncio.sleep(interval_s)
 
 
@@ -97,6 +102,7 @@ async def _look(engine: Engine, client: EngineClient) -> EngineFacts:
     metrics = await client.get(engine.url, "/metrics", timeout_s=_PROBE_TIMEOUT_S)
     if metrics.status != 200:
         raise _NotAnEngineError(f"/metrics answered {metrics.status}")
+    engine.load = read_load(metrics.body)
     if engine.facts is not None and engine.facts.started_s == started_s(metrics.body):
         return engine.facts
     models = await client.get(engine.url, "/v1/models", timeout_s=_PROBE_TIMEOUT_S)

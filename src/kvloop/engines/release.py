@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -26,7 +27,16 @@ logger = logging.getLogger("kvloop.release")
 
 NO_SUCH_MODEL: Final = "kvloop-releases-kv-blocks"
 _TIMEOUT_S: Final = 5.0
-_MAX_WAITING: Final = 4096
+_MAX_WAITING: Final = 65_536
+_WORKERS: Final = 8
+"""Releases at once: an engine that answers late must not keep the others waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    consumer: Callable[[], str | None]
+    params: dict[str, Any]
+    done: Callable[[bool], None]
 
 
 def release_body(params: dict[str, Any]) -> bytes:
@@ -48,38 +58,50 @@ def release_body(params: dict[str, Any]) -> bytes:
 
 
 class Releases:
-    """Releases in the background, one after the other; what cannot be queued waits for its TTL."""
+    """Releases in the background; what cannot be done is left to its deadline."""
 
     def __init__(self, client: EngineClient, metrics: Metrics) -> None:
         self._client = client
         self._metrics = metrics
-        self._queue: asyncio.Queue[tuple[Callable[[], str | None], dict[str, Any]]] = asyncio.Queue(
-            _MAX_WAITING
-        )
+        self._queue: asyncio.Queue[_Release] = asyncio.Queue(_MAX_WAITING)
 
-    def soon(self, consumer: Callable[[], str | None], params: dict[str, Any]) -> None:
+    def soon(
+        self,
+        consumer: Callable[[], str | None],
+        params: dict[str, Any],
+        done: Callable[[bool], None] = lambda _: None,
+    ) -> None:
         """Release ``params`` through the engine whose URL ``consumer`` gives when it is time.
 
         The consumer is an engine of the other role: it notifies the one that holds the blocks.
+        ``done`` is told whether the engine took it.
         """
         try:
-            self._queue.put_nowait((consumer, params))
+            self._queue.put_nowait(_Release(consumer, params, done))
         except asyncio.QueueFull:
             self._metrics.releases.labels(outcome="queue_full").inc()
+            done(False)
 
     async def run(self) -> None:
         """Work the queue until cancelled."""
-        while True:
-            consumer, params = await self._queue.get()
-            try:
-                outcome = await self._release(consumer(), params)
-            finally:
-                self._queue.task_done()
-            self._metrics.releases.labels(outcome=outcome).inc()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_WORKERS):
+                group.create_task(self._work())
 
     async def settle(self) -> None:
         """Wait until everything queued so far was worked on."""
         await self._queue.join()
+
+    async def _work(self) -> None:
+        while True:
+            release = await self._queue.get()
+            outcome = "cancelled"
+            try:
+                outcome = await self._release(release.consumer(), release.params)
+            finally:
+                self._metrics.releases.labels(outcome=outcome).inc()
+                release.done(outcome == "released")
+                self._queue.task_done()
 
     async def _release(self, url: str | None, params: dict[str, Any]) -> str:
         if url is None:

@@ -12,19 +12,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from kvloop.engines.breaker import BreakerState
 from kvloop.engines.client import HttpEngineClient
-from kvloop.engines.fleet import Fleet
+from kvloop.engines.fleet import Fleet, Role
+from kvloop.engines.gate import Gate
 from kvloop.engines.monitor import watch
+from kvloop.engines.pairs import Pairs
 from kvloop.engines.release import Releases
 from kvloop.gateway.errors import error_response
 from kvloop.gateway.turns import turn_handler
 from kvloop.ledger.deadline import DeadlineClock
 from kvloop.ledger.memory import Ledger
+from kvloop.ledger.pins import Pins, PinState
 from kvloop.observe.metrics import Metrics
 from kvloop.policy.pull_threshold import PullThreshold
 from kvloop.proof.fingerprint import Fingerprinter
-from kvloop.turn.filing import release_claimed
+from kvloop.turn.filing import release_claimed, relieve
+from kvloop.turn.orphans import Orphans
 from kvloop.turn.request import Api
+from kvloop.turn.restarts import forget_earlier_life
 from kvloop.turn.runner import TurnRunner
 from kvloop.turn.services import Services, Timeouts
 
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvloop.gateway")
 
 _RELEASE_AT_SHUTDOWN_S = 5.0
+_OPENNESS = {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 0.5, BreakerState.OPEN: 1.0}
 
 
 class Router:
@@ -57,19 +64,31 @@ class Router:
         metrics = Metrics()
         secret = settings.fingerprint_secret.encode() or secrets.token_bytes(32)
         self.services = Services(
-            fleet=Fleet.of(settings.prefill, settings.decode, settings.render),
+            fleet=Fleet.of(
+                settings.prefill,
+                settings.decode,
+                settings.render,
+                gate_of=lambda role: _gate(role, settings, clock),
+            ),
             client=client,
-            ledger=Ledger(settings.max_references),
+            ledger=Ledger(settings.max_references, settings.max_ledger_bytes),
+            pins=Pins(),
+            pin_budget=settings.pin_budget,
+            pairs=Pairs(),
             policy=PullThreshold(settings.threshold_tokens),
             fingerprinter=Fingerprinter(secret),
             deadlines=DeadlineClock(settings.kv_ttl_s, settings.deadline_margin_s),
             releases=Releases(client, metrics),
+            orphans=Orphans(settings.orphan_grace_s, metrics),
             metrics=metrics,
             timeouts=Timeouts(
+                queue_s=settings.queue_timeout_s,
+                render_s=settings.render_timeout_s,
                 prefill_s=settings.prefill_timeout_s,
                 pull_s=settings.pull_timeout_s,
+                first_byte_s=settings.first_byte_timeout_s,
                 silence_s=settings.silence_timeout_s,
-                render_s=settings.render_timeout_s,
+                decode_s=settings.decode_timeout_s,
             ),
             clock=clock,
         )
@@ -107,23 +126,28 @@ class Router:
             self.services.client,
             interval_s=self._settings.probe_interval_s,
             on_usable=self._usable,
+            on_seen=self._seen,
         )
 
     async def _give_everything_back(self) -> None:
         """Nobody will use the ledger's references any more; D need not pin them to the end."""
-        release_claimed(self.services.ledger.drain(), self.services)
         try:
             async with asyncio.timeout(_RELEASE_AT_SHUTDOWN_S):
+                await self.services.orphans.settle()
+                release_claimed(self.services.ledger.drain(), "router_stops", self.services)
                 await self.services.releases.settle()
         except TimeoutError:
             logger.warning("not all blocks could be given back; they are left to their deadline")
 
     def _usable(self, engine: Engine, restarted: bool) -> None:
-        dropped = self.services.ledger.drop_engine(engine.url) if restarted else 0
-        if dropped:
-            logger.warning("%d references died with %s", dropped, engine.url)
+        if restarted and engine.facts is not None:
+            forget_earlier_life(engine, engine.facts.plugin.get("engine_id"), self.services)
         if not self.services.fleet.missing():
             self._say_limits()
+
+    def _seen(self, engine: Engine) -> None:
+        if engine.role is Role.DECODE:
+            relieve(engine, self.services, engine.load)
 
     async def _models(self, _request: web.Request) -> web.Response:
         models: dict[str, Any] = {}
@@ -160,13 +184,36 @@ class Router:
     async def _metrics(self, _request: web.Request) -> web.Response:
         metrics, ledger = self.services.metrics, self.services.ledger
         metrics.ledger_entries.set(len(ledger))
+        metrics.ledger_bytes.set(ledger.num_bytes)
         for engine in self.services.fleet.engines:
-            metrics.engine_usable.labels(engine.role.value, engine.url).set(engine.usable)
-        for engine in self.services.fleet.decodes:
-            metrics.pinned_tokens.labels(engine.url).set(ledger.pinned_tokens(engine.url))
+            self._measure(engine)
         return web.Response(
             body=metrics.render(), headers={"content-type": "text/plain; version=0.0.4"}
         )
+
+    def _measure(self, engine: Engine) -> None:
+        """Set the gauges of one engine."""
+        metrics, now_s = self.services.metrics, self.services.clock()
+        names = (engine.role.value, engine.url)
+        metrics.engine_usable.labels(*names).set(engine.usable)
+        metrics.breaker_open.labels(*names).set(_OPENNESS[engine.breaker.state(now_s)])
+        if engine.gate is not None:
+            metrics.engine_requests.labels(*names, "running").set(engine.gate.running)
+            metrics.engine_requests.labels(*names, "waiting").set(engine.gate.waiting)
+        if engine.role is Role.DECODE:
+            self.services.pins.expire(now_s)
+            for state in PinState:
+                tokens = self.services.pins.tokens(engine.url, state)
+                metrics.pinned_tokens.labels(engine.url, state.value).set(tokens)
+
+
+def _gate(role: Role, settings: Settings, clock: Callable[[], float]) -> Gate | None:
+    """Rendering is quick and bounded by the turns that are being served."""
+    if role is Role.RENDER:
+        return None
+    is_prefill = role is Role.PREFILL
+    limit = settings.prefill_concurrency if is_prefill else settings.decode_concurrency
+    return Gate(limit, settings.queue_limit, clock)
 
 
 def limits(fleet: Fleet) -> list[str]:

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvloop.ledger.reference import ClaimedReference, KVReference
+from kvloop.ledger.reference import ClaimedReference, KVReference, same_life
+from kvloop.ledger.retention import RetentionOrder
 from kvloop.proof.fingerprint import UNIT_TOKENS, common_tokens
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MAX_AT_ONE_BOUNDARY = 32
 """Conversations that look alike so far (samples of one prompt, say) are told apart by their
 tokens; of more than this many only the latest are looked at."""
+DEFAULT_MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,19 @@ class _Entry:
 
 
 class Ledger:
-    """KV references by conversation, bounded in number; the least recently filed go first."""
+    """KV references by conversation, bounded in number and bytes; the oldest go first."""
 
-    def __init__(self, max_entries: int) -> None:
+    def __init__(self, max_entries: int, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         if max_entries < 1:
             raise ValueError(f"a ledger needs room for at least one entry, got {max_entries}")
         self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         # Almost every key has one entry: the bare id saves a container a million times over.
         self._by_boundary: dict[ChainKey, int | list[int]] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._pinned_tokens: dict[str, int] = {}
+        self._orders: dict[str, RetentionOrder] = {}
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -85,9 +89,10 @@ class Ledger:
         """A reference id that was never given before."""
         return next(self._ids)
 
-    def pinned_tokens(self, decode: str) -> int:
-        """Tokens that this decode node pins for references we could still claim."""
-        return self._pinned_tokens.get(decode, 0)
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the references take, roughly."""
+        return self._bytes
 
     def file(
         self, reference: KVReference, supersedes: Iterable[int] = ()
@@ -98,15 +103,24 @@ class Ledger:
         """
         released = [claimed for old in supersedes if (claimed := self._remove(old)) is not None]
         self._entries[reference.reference_id] = _Entry(reference)
-        self._pin(reference.decode, reference.num_tokens)
+        self._bytes += reference.num_bytes
+        self._order(reference.decode).add(
+            reference.reference_id, reference.num_tokens, continued=reference.continued
+        )
         heapq.heappush(self._deadlines, (reference.deadline_s, reference.reference_id))
         for key in reference.boundaries:
             self._link(key, reference.reference_id)
-        while len(self._entries) > self._max_entries:
+        while self._is_over():
             evicted = self._remove(next(iter(self._entries)))
             if evicted is not None:
                 released.append(evicted)
         return released
+
+    def evict(self, decode: str, num_tokens: int) -> list[ClaimedReference]:
+        """Give up what is least likely to be claimed until a decode node can free that much."""
+        victims = self._order(decode).victims(num_tokens)
+        taken = [self._take(self._entries[reference_id]) for reference_id in victims]
+        return [claimed for claimed in taken if claimed is not None]
 
     def find(
         self,
@@ -148,10 +162,8 @@ class Ledger:
         """
         doomed = [
             reference_id
-            for reference_id, entry in self._entries.items()
-            if entry.decode == decode
-            and entry.reference is not None
-            and entry.reference.engine_id != keep_engine_id
+            for reference_id in self._order(decode).ids()
+            if not self._is_of(reference_id, keep_engine_id)
         ]
         for reference_id in doomed:
             self._remove(reference_id)
@@ -164,6 +176,22 @@ class Ledger:
         self._by_boundary.clear()
         self._deadlines.clear()
         return [claimed for claimed in taken if claimed is not None]
+
+    def _is_over(self) -> bool:
+        return len(self._entries) > self._max_entries or (
+            self._bytes > self._max_bytes and len(self._entries) > 1
+        )
+
+    def _is_of(self, reference_id: int, engine_id: str | None) -> bool:
+        reference = self._entries[reference_id].reference
+        return (
+            engine_id is not None
+            and reference is not None
+            and same_life(reference.engine_id, engine_id)
+        )
+
+    def _order(self, decode: str) -> RetentionOrder:
+        return self._orders.setdefault(decode, RetentionOrder())
 
     def _at(self, key: ChainKey) -> Iterator[_Entry]:
         ids = self._by_boundary.get(key)
@@ -185,7 +213,8 @@ class Ledger:
         if reference is None:
             return None
         entry.reference = None
-        self._pin(reference.decode, -reference.num_tokens)
+        self._bytes -= reference.num_bytes
+        self._order(reference.decode).discard(reference.reference_id)
         return ClaimedReference(reference)
 
     def _remove(self, reference_id: int) -> ClaimedReference | None:
@@ -195,9 +224,6 @@ class Ledger:
         for key in entry.boundaries:
             self._unlink(key, reference_id)
         return self._take(entry)
-
-    def _pin(self, decode: str, num_tokens: int) -> None:
-        self._pinned_tokens[decode] = self._pinned_tokens.get(decode, 0) + num_tokens
 
     def _link(self, key: ChainKey, reference_id: int) -> None:
         ids = self._by_boundary.get(key)

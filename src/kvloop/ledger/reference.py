@@ -7,14 +7,26 @@ reference that was used cannot be used again.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
     from kvloop.proof.chain import ChainKey
     from kvloop.proof.fingerprint import Prefixes
+
+
+_RANK: Final = re.compile(r"_dp\d+$")
+
+
+def same_life(engine_id: str, other: str) -> bool:
+    """Whether two engine ids are of one start of one engine.
+
+    vLLM makes a new id at each start; data-parallel ranks add their number to it.
+    """
+    return engine_id == other or _RANK.sub("", engine_id) == _RANK.sub("", other)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +50,22 @@ class KVReference:
     """On the router's clock; afterwards D may have freed the blocks."""
     boundaries: tuple[ChainKey, ...]
     conversation: str | None = None
+    continued: bool = False
+    """Whether it follows an earlier reference of its conversation."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes in the ledger, roughly: measured, see bench/ledger.py."""
+        return (
+            _ENTRY_BYTES
+            + self.prefixes.nbytes
+            + len(self.params)
+            + _BOUNDARY_BYTES * len(self.boundaries)
+        )
+
+
+_ENTRY_BYTES: Final = 1000
+_BOUNDARY_BYTES: Final = 160
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +73,11 @@ class ClaimedReference:
     """A reference taken out of the ledger for one use."""
 
     reference: KVReference
+
+    @property
+    def reference_id(self) -> int:
+        """Its name in the ledger and among the pins."""
+        return self.reference.reference_id
 
     @property
     def params(self) -> dict[str, Any]:

@@ -64,10 +64,38 @@ class Metrics:
         self.ledger_entries = Gauge(
             "kvloop_ledger_entries", "Conversations in the ledger", registry=self.registry
         )
+        self.ledger_bytes = Gauge(
+            "kvloop_ledger_bytes", "Memory that the ledger takes, roughly", registry=self.registry
+        )
         self.pinned_tokens = Gauge(
             "kvloop_pinned_tokens",
-            "Tokens that a decode node pins for references in the ledger",
-            ["decode"],
+            "Tokens that a decode node pins for us: held for a next turn, claimed by one, leaving, "
+            "or stuck until their time is over",
+            ["decode", "state"],
+            registry=self.registry,
+        )
+        self.shed = Counter(
+            "kvloop_shed_turns",
+            "Turns turned away because an engine's queue was full or the wait too long",
+            ["role", "why"],
+            registry=self.registry,
+        )
+        self.orphans = Counter(
+            "kvloop_orphaned_prefills",
+            "Prefill legs whose client had left, by how they ended",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.engine_requests = Gauge(
+            "kvloop_engine_requests",
+            "Legs that an engine is working on, and turns that wait for a place there",
+            ["role", "url", "state"],
+            registry=self.registry,
+        )
+        self.breaker_open = Gauge(
+            "kvloop_breaker_open",
+            "1 while an engine is left alone after failures, 0.5 while it is tried again",
+            ["role", "url"],
             registry=self.registry,
         )
         self.engine_usable = Gauge(

@@ -42,7 +42,10 @@ class PullThreshold:
             return Recompute(prefill.name, decode.name, "nothing_proven")
         if not prefill.can_pull:
             return Recompute(prefill.name, decode.name, "prefill_cannot_pull")
-        best = self._worth_it(prefill, view.pullables)
+        pullables = [one for one in view.pullables if one.decode not in prefill.barred]
+        if not pullables:
+            return Recompute(prefill.name, decode.name, "pair_off")
+        best = self._worth_it(prefill, pullables)
         if best is None:
             return Recompute(prefill.name, decode.name, "below_threshold")
         return Pull(prefill.name, decode.name, best.reference_id, best.num_tokens, "proven")

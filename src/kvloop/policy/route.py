@@ -15,6 +15,8 @@ class PrefillNode:
     """Leading tokens of this prompt that it likely has in its own prefix cache."""
     can_pull: bool
     """False if it is known not to run with `bidirectional_kv_xfer`: a pull would wait for ever."""
+    barred: frozenset[str] = frozenset()
+    """Decode nodes that it must not read from now."""
 
 
 @dataclass(frozen=True, slots=True)

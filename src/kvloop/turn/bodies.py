@@ -74,22 +74,17 @@ def prefill_body(
 
 
 def decode_body(
-    request: TurnRequest,
-    prompt: PromptIds | None,
-    prefilled: dict[str, Any] | None,
-    *,
-    want_reference: bool,
+    request: TurnRequest, prompt: PromptIds | None, prefilled: dict[str, Any] | None
 ) -> bytes:
     """D's request: the client's own, with P's blocks to read (none: D computes by itself)."""
     body = dict(request.body)
     if prefilled is None:
         return msgspec.json.encode(body)
     params = dict(prefilled)
-    if want_reference:
-        if request.streamed:
-            params[STREAM_REFERENCE_ASK] = True
-        else:
-            body["return_token_ids"] = True
+    if request.streamed:
+        params[STREAM_REFERENCE_ASK] = True
+    else:
+        body["return_token_ids"] = True
     return _encode(request, body, params, prompt)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from kvloop.engines.client import (
     EngineError,
@@ -14,7 +14,8 @@ from kvloop.engines.client import (
 )
 from kvloop.turn.bodies import decode_body
 from kvloop.turn.errors import TurnFailedError
-from kvloop.turn.filing import usable_url
+from kvloop.turn.filing import release_prefilled
+from kvloop.turn.slots import slot
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -38,52 +39,83 @@ async def open_decode(
 ) -> AsyncGenerator[tuple[Engine, StreamReply]]:
     """D's answer, opened on the first engine of ``decodes`` that takes the request.
 
-    Raises TurnFailedError; P's blocks are then given back.
+    The caller has a place on the first of them. Raises TurnFailedError; P's blocks are then given
+    back.
     """
     params = prefilled.params if prefilled is not None else None
-    body = decode_body(request, prompt.ids if prompt else None, params, want_reference=True)
-    for engine in decodes:
-        started_s = services.clock()
-        leg = services.client.stream(
-            engine.url,
-            request.api.value,
-            body,
-            request.engine_headers,
-            silence_timeout_s=services.timeouts.silence_s,
-        )
+    body = decode_body(request, prompt.ids if prompt else None, params)
+    async with AsyncExitStack() as held:
         try:
-            reply = await leg.__aenter__()
-        except EngineUnreachableError as error:
-            engine.lost(str(error))
-            services.metrics.engine_errors.labels(leg="decode", kind="unreachable").inc()
-            continue
-        except EngineError as error:
-            services.metrics.engine_errors.labels(leg="decode", kind=type(error).__name__).inc()
-            raise _failed(error) from error
-        except asyncio.CancelledError:
+            engine, reply = await _first_answer(request, body, decodes, held, receipt, services)
+        except BaseException:
             # If D had the request already, it gives P's blocks back by itself; a second notice
             # is only counted there.
-            _give_back(params, services)
+            release_prefilled(params, services)
             raise
+        yield engine, reply
+
+
+async def _first_answer(
+    request: TurnRequest,
+    body: bytes,
+    decodes: Sequence[Engine],
+    held: AsyncExitStack,
+    receipt: Receipt,
+    services: Services,
+) -> tuple[Engine, StreamReply]:
+    """The head of D's answer; ``held`` closes it, and with it what D still does for it."""
+    for engine in decodes:
+        if engine is not decodes[0]:
+            await held.enter_async_context(slot(engine, services))
+        started_s = services.clock()
+        try:
+            reply = await _open(engine, request, body, held, services)
+        except EngineUnreachableError:
+            continue
+        except EngineTimeoutError as error:
+            raise TurnFailedError(504, "The decode node did not answer in time.") from error
+        except EngineError as error:
+            raise TurnFailedError(502, "The decode node broke off before it answered.") from error
         receipt.decode = engine.url
         receipt.decode_head_s = services.clock() - started_s
         services.metrics.leg_seconds.labels(leg="decode").observe(receipt.decode_head_s)
-        try:
-            yield engine, reply
-        finally:
-            await leg.__aexit__(None, None, None)
-        return
-    _give_back(params, services)
+        return engine, reply
     raise TurnFailedError(503, "No decode node can be reached.", retry_after_s=1)
 
 
-def _give_back(params: dict[str, Any] | None, services: Services) -> None:
-    """Have P free the blocks that no D will read; the consumer of P's blocks is a D."""
-    if params is not None:
-        services.releases.soon(lambda: usable_url(services.fleet.decodes), params)
+async def _open(
+    engine: Engine, request: TurnRequest, body: bytes, held: AsyncExitStack, services: Services
+) -> StreamReply:
+    """One engine's answer; what this says of the engine goes to its breaker."""
+    leg = services.client.stream(
+        engine.url,
+        request.api.value,
+        body,
+        request.engine_headers,
+        silence_timeout_s=services.timeouts.silence_s,
+    )
+    engine.breaker.began(services.clock())
+    try:
+        async with asyncio.timeout(services.timeouts.first_byte_s):
+            reply = await held.enter_async_context(leg)
+    except TimeoutError as error:
+        timeout = EngineTimeoutError(engine.url, "did not begin to answer in time")
+        _note_error(engine, timeout, services)
+        raise timeout from error
+    except EngineError as error:
+        _note_error(engine, error, services)
+        raise
+    except asyncio.CancelledError:
+        engine.breaker.undecided()
+        raise
+    engine.breaker.answered(reply.status, services.clock())
+    return reply
 
 
-def _failed(error: EngineError) -> TurnFailedError:
-    if isinstance(error, EngineTimeoutError):
-        return TurnFailedError(504, "The decode node did not answer in time.")
-    return TurnFailedError(502, "The decode node broke off before it answered.")
+def _note_error(engine: Engine, error: EngineError, services: Services) -> None:
+    services.metrics.engine_errors.labels(leg="decode", kind=type(error).__name__).inc()
+    if isinstance(error, EngineUnreachableError):
+        engine.lost(str(error))
+        engine.breaker.undecided()
+    else:
+        engine.breaker.failed(services.clock())

@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvloop.ledger.pins import PinState
 from kvloop.ledger.reference import ClaimedReference, KVReference
+from kvloop.ledger.retention import tokens_over
 from kvloop.proof.trim import unusable_reason
 from kvloop.turn.answer_stream import NOTHING_SAID
+from kvloop.turn.restarts import note_engine_id
 from kvloop.wire import REMOTE_ENGINE_ID, REMOTE_EXPIRY_TIME, REMOTE_NUM_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
+    from kvloop.engines.facts import EngineLoad
     from kvloop.engines.fleet import Engine
     from kvloop.turn.answer_stream import AnswerEnd
     from kvloop.turn.plan import ProvenPrompt
@@ -26,7 +30,7 @@ def file_reference(
     prompt: ProvenPrompt | None,
     decode: Engine,
     end: AnswerEnd,
-    supersedes: Iterable[int],
+    supersedes: Collection[int],
     services: Services,
 ) -> str:
     """File what D retained; returns what became of it, for the receipt."""
@@ -40,7 +44,7 @@ def _file(
     prompt: ProvenPrompt | None,
     decode: Engine,
     end: AnswerEnd,
-    supersedes: Iterable[int],
+    supersedes: Collection[int],
     services: Services,
 ) -> str:
     params = end.params
@@ -48,42 +52,116 @@ def _file(
         return "not_told"
     if params is None:
         return "none_given"
-    block_size = decode.facts.block_size if decode.facts is not None else 0
-    unusable = unusable_reason(params, block_size)
-    if unusable is None and prompt is None:
-        unusable = request.without_reuse or "tokens_unknown"
-    if unusable is not None or prompt is None:
-        release(params, services)
-        return f"released_{unusable}"
     now_s = services.clock()
+    engine_id = str(params.get(REMOTE_ENGINE_ID))
+    deadline_s = services.deadlines.deadline_s(engine_id, params.get(REMOTE_EXPIRY_TIME), now_s)
+    pin_id = services.ledger.next_id()
+    if params.get(REMOTE_ENGINE_ID):
+        note_engine_id(decode, engine_id, services)
+    num_tokens = _note_pin(pin_id, decode, engine_id, params, deadline_s, services)
+    block_size = decode.facts.block_size if decode.facts is not None else 0
+    unusable = unusable_reason(params, block_size) or _unwanted(request, prompt)
+    if unusable is None and num_tokens > _budget_tokens(decode, services):
+        unusable = "over_budget"
+    if unusable is not None or prompt is None:
+        release(pin_id, params, services)
+        return f"released_{unusable}"
     retained = [*prompt.ids.ids, *(end.token_ids or ())][: params[REMOTE_NUM_TOKENS]]
-    engine_id = str(params[REMOTE_ENGINE_ID])
     reference = KVReference(
-        reference_id=services.ledger.next_id(),
+        reference_id=pin_id,
         decode=decode.url,
         engine_id=engine_id,
         params=msgspec.json.encode(params),
         num_tokens=params[REMOTE_NUM_TOKENS],
         block_size=block_size,
         prefixes=services.fingerprinter.prefixes(retained),
-        deadline_s=services.deadlines.deadline_s(engine_id, params.get(REMOTE_EXPIRY_TIME), now_s),
+        deadline_s=deadline_s,
         boundaries=tuple(prompt.boundaries),
         conversation=request.conversation,
+        continued=bool(supersedes),
     )
-    release_claimed(services.ledger.file(reference, supersedes), services)
+    release_claimed(services.ledger.file(reference, supersedes), "superseded", services)
+    relieve(decode, services)
     return "filed" if end.token_ids is not None else "filed_prompt_only"
 
 
-def release_claimed(references: Iterable[ClaimedReference], services: Services) -> None:
+def _unwanted(request: TurnRequest, prompt: ProvenPrompt | None) -> str | None:
+    """Why a reference that D could give back is not kept."""
+    if request.is_last:
+        return "conversation_ended"
+    if prompt is None:
+        return request.without_reuse or "tokens_unknown"
+    return None
+
+
+def _note_pin(
+    pin_id: int,
+    decode: Engine,
+    engine_id: str,
+    params: dict[str, Any],
+    deadline_s: float,
+    services: Services,
+) -> int:
+    """Enter D's new pin into the account; returns its size in tokens, whole blocks."""
+    said = params.get(REMOTE_NUM_TOKENS)
+    block_size = decode.facts.block_size if decode.facts is not None else 1
+    num_blocks = -(-said // block_size) if isinstance(said, int) else 0
+    ends_s = deadline_s + services.deadlines.margin_s
+    services.pins.pinned(pin_id, decode.url, engine_id, num_blocks * block_size, ends_s)
+    return num_blocks * block_size
+
+
+def _budget_tokens(decode: Engine, services: Services) -> int:
+    capacity = decode.facts.kv_capacity_tokens if decode.facts is not None else 0
+    return int(capacity * services.pin_budget)
+
+
+def relieve(decode: Engine, services: Services, load: EngineLoad | None = None) -> None:
+    """Have D free what it pins for us beyond its budget, or while requests wait for memory.
+
+    ``load``: D's, if it was looked at just now.
+    """
+    services.pins.expire(services.clock())
+    if decode.facts is None:
+        return
+    pinned = services.pins.tokens(decode.url, PinState.HELD, PinState.CLAIMED, PinState.STUCK)
+    over = tokens_over(
+        capacity=decode.facts.kv_capacity_tokens,
+        budget_share=services.pin_budget,
+        pinned=pinned,
+        usage=load.kv_usage if load is not None else 0.0,
+        waiting=load.waiting if load is not None else 0,
+    )
+    if over:
+        release_claimed(services.ledger.evict(decode.url, over), "evicted", services)
+
+
+def release_claimed(
+    references: Iterable[ClaimedReference], outcome: str, services: Services
+) -> None:
     """Have D free what fell out of the ledger unused."""
     for claimed in references:
-        services.metrics.references.labels(outcome="superseded").inc()
-        release(claimed.params, services)
+        services.metrics.references.labels(outcome=outcome).inc()
+        release(claimed.reference_id, claimed.params, services)
 
 
-def release(params: dict[str, Any], services: Services) -> None:
-    """Have D free a reference's blocks, by way of whichever prefill node is usable then."""
-    services.releases.soon(lambda: usable_url(services.fleet.prefills), params)
+def release(pin_id: int, params: dict[str, Any], services: Services) -> None:
+    """Have D free a pin's blocks, by way of whichever prefill node is usable then."""
+
+    def done(is_free: bool) -> None:
+        if is_free:
+            services.pins.gone(pin_id)
+        else:
+            services.pins.move(pin_id, PinState.STUCK)
+
+    services.pins.move(pin_id, PinState.LEAVING)
+    services.releases.soon(lambda: usable_url(services.fleet.prefills), params, done)
+
+
+def release_prefilled(params: dict[str, Any] | None, services: Services) -> None:
+    """Have P free the blocks that no D will read; the consumer of P's blocks is a D."""
+    if params is not None:
+        services.releases.soon(lambda: usable_url(services.fleet.decodes), params)
 
 
 def usable_url(engines: Iterable[Engine]) -> str | None:

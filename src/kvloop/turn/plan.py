@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvloop.engines.fleet import Engine
+    from kvloop.engines.pairs import Pairs
     from kvloop.ledger.memory import Ledger
+    from kvloop.ledger.reference import ClaimedReference
     from kvloop.proof.fingerprint import Prefixes
     from kvloop.turn.bodies import PromptIds
     from kvloop.turn.request import TurnRequest
@@ -54,8 +56,8 @@ class Plan:
     route: Route
     attach: dict[str, Any] | None = None
     """The claimed reference, trimmed to what is proven: goes to P, once."""
-    claimed: dict[str, Any] | None = None
-    """The same as D gave it, for its release should P refuse."""
+    claimed: ClaimedReference | None = None
+    """The same as D gave it: its deadline, and its release should P refuse."""
     supersedes: tuple[int, ...] = ()
     """Ledger entries that this turn's own reference will replace."""
 
@@ -75,6 +77,7 @@ def make_plan(
     prefills: Sequence[Engine],
     decodes: Sequence[Engine],
     ledger: Ledger,
+    pairs: Pairs,
     policy: Policy,
     now_s: float,
 ) -> Plan:
@@ -86,7 +89,7 @@ def make_plan(
     view = TurnView(
         turn_number=turn_number,
         prompt_tokens=len(prompt.ids) if prompt is not None else None,
-        prefills=tuple(_prefill_node(engine, prompt) for engine in prefills),
+        prefills=tuple(_prefill_node(engine, prompt, pairs, now_s) for engine in prefills),
         decodes=tuple(DecodeNode(engine.url) for engine in decodes),
         pullables=_pullables(found, prompt, usable_decodes),
         home=found.home,
@@ -98,11 +101,14 @@ def make_plan(
     return Plan(route, supersedes=_continued(found))
 
 
-def _prefill_node(engine: Engine, prompt: ProvenPrompt | None) -> PrefillNode:
+def _prefill_node(
+    engine: Engine, prompt: ProvenPrompt | None, pairs: Pairs, now_s: float
+) -> PrefillNode:
     return PrefillNode(
         name=engine.url,
         held_tokens=engine.residency.held_tokens(prompt.prefixes) if prompt is not None else 0,
         can_pull=engine.facts is not None and engine.facts.can_pull,
+        barred=pairs.barred(engine.url, now_s),
     )
 
 
@@ -126,10 +132,9 @@ def _claim(route: Pull, found: Found, ledger: Ledger, now_s: float) -> Plan:
     claimed = ledger.claim(route.reference_id, now_s)
     if claimed is None:
         return Plan(Recompute(route.prefill, route.decode, "reference_gone"))
-    params = claimed.params
-    attach = trim(params, route.num_tokens, claimed.reference.block_size)
+    attach = trim(claimed.params, route.num_tokens, claimed.reference.block_size)
     supersedes = {route.reference_id, *_continued(found)}
-    return Plan(route, attach=attach, claimed=params, supersedes=tuple(supersedes))
+    return Plan(route, attach=attach, claimed=claimed, supersedes=tuple(supersedes))
 
 
 def _continued(found: Found) -> tuple[int, ...]:

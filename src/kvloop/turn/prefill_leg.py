@@ -5,7 +5,9 @@ Whatever a pull runs into, it is tried once more cold: a failed attach must not 
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,19 @@ from kvloop.engines.client import (
     EngineUnreachableError,
     Reply,
 )
+from kvloop.policy.route import Pull
 from kvloop.turn.bodies import prefill_body
 from kvloop.turn.errors import EngineRefusedError, TurnFailedError
+from kvloop.turn.filing import release_prefilled
+from kvloop.turn.slots import slot
 from kvloop.wire import REFERENCE_FIELDS, REMOTE_CACHED_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvloop.engines.fleet import Engine
     from kvloop.observe.receipt import Receipt
+    from kvloop.turn.claim import Claim
     from kvloop.turn.plan import Plan, ProvenPrompt
     from kvloop.turn.request import TurnRequest
     from kvloop.turn.services import Services
@@ -59,41 +65,71 @@ async def run_prefill(
     request: TurnRequest,
     prompt: ProvenPrompt | None,
     plan: Plan,
+    claim: Claim,
     prefills: Sequence[Engine],
     receipt: Receipt,
     services: Services,
 ) -> Prefilled:
     """Run the P leg. Raises EngineRefusedError or TurnFailedError."""
     chosen = _first(prefills, receipt.prefill)
-    if plan.attach is not None:
-        pulled = await _pull(request, prompt, plan.attach, chosen, receipt, services)
-        if pulled is not None:
-            return pulled
-        _give_back(plan, services, chosen)
-        receipt.route, receipt.why = "recompute", "pull_refused"
-        if not chosen.usable:
-            prefills = [engine for engine in prefills if engine is not chosen]
-    return await _compute(request, prompt, _order(prefills, chosen), receipt, services)
+    async with slot(chosen, services):
+        if isinstance(plan.route, Pull) and plan.attach is not None:
+            pulled = await _pull(request, prompt, plan, claim, chosen, receipt, services)
+            if pulled is not None:
+                return pulled
+            receipt.route = "recompute"
+            if not chosen.usable:
+                prefills = [engine for engine in prefills if engine is not chosen]
+        return await _compute(request, prompt, _order(prefills, chosen), receipt, services)
 
 
 async def _pull(
     request: TurnRequest,
     prompt: ProvenPrompt | None,
-    attach: dict[str, Any],
+    plan: Plan,
+    claim: Claim,
     engine: Engine,
     receipt: Receipt,
     services: Services,
 ) -> Prefilled | None:
     """P's leg with the reference attached; None if it must be done again cold."""
-    body = prefill_body(request, prompt.ids if prompt else None, attach)
+    if not claim.in_time(services.clock()):
+        receipt.why = "reference_lapsed"
+        claim.release()
+        return None
+    body = prefill_body(request, prompt.ids if prompt else None, plan.attach)
+    breaker = services.pairs.breaker(engine.url, claim.decode)
+    claim = claim.hand_over()  # it ends with the leg, which may outlive the turn
+
+    def left(reply: Reply | None) -> None:
+        breaker.undecided()
+        if reply is not None and reply.status == 200:
+            claim.was_read()
+            release_prefilled(_read(engine, reply).params, services)
+        claim.release()
+
+    breaker.began(services.clock())
     try:
-        reply = await _post(engine, request, body, services.timeouts.pull_s, services)
+        reply = await _post(engine, request, body, services.timeouts.pull_s, left, services)
     except EngineError as error:
         receipt.cold_retry = type(error).__name__
+        if isinstance(error, EngineUnreachableError):
+            breaker.undecided()  # it says nothing of what is between the two
+        else:
+            breaker.failed(services.clock())
     else:
         if reply.status == 200:
+            breaker.succeeded()
+            engine.breaker.succeeded()
+            claim.was_read()
             return _read(engine, reply)
         receipt.cold_retry = f"status_{reply.status}"
+        if reply.status >= 500:
+            breaker.failed(services.clock())
+        else:
+            breaker.undecided()
+    claim.release()
+    receipt.why = "pull_refused"
     services.metrics.cold_retries.labels(why=receipt.cold_retry).inc()
     logger.warning(
         "turn %s: prefill node %s refused the pull (%s); computing instead",
@@ -116,8 +152,11 @@ async def _compute(
     broken: EngineBrokenError | None = None
     # A kept connection may be dead because the engine was restarted: the first gets another try.
     for engine in (*prefills, *prefills[:1]):
+        # The turn has a place on the chosen one already.
+        has_place = engine.url == receipt.prefill
         try:
-            reply = await _post(engine, request, body, services.timeouts.prefill_s, services)
+            async with nullcontext() if has_place else slot(engine, services):
+                reply = await _cold(engine, request, body, services)
         except EngineUnreachableError:
             continue
         except EngineBrokenError as error:
@@ -134,14 +173,47 @@ async def _compute(
     raise TurnFailedError(503, "No prefill node can be reached.", retry_after_s=1)
 
 
-async def _post(
-    engine: Engine, request: TurnRequest, body: bytes, timeout_s: float, services: Services
-) -> Reply:
-    started_s = services.clock()
+async def _cold(engine: Engine, request: TurnRequest, body: bytes, services: Services) -> Reply:
+    """One try of a leg without a reference; what it says of the engine goes to its breaker."""
+
+    def left(reply: Reply | None) -> None:
+        engine.breaker.undecided()
+        if reply is not None and reply.status == 200:
+            release_prefilled(_read(engine, reply).params, services)
+
+    engine.breaker.began(services.clock())
     try:
-        return await services.client.post(
+        reply = await _post(engine, request, body, services.timeouts.prefill_s, left, services)
+    except EngineUnreachableError:
+        engine.breaker.undecided()  # it is lost until it is seen again
+        raise
+    except EngineError:
+        engine.breaker.failed(services.clock())
+        raise
+    engine.breaker.answered(reply.status, services.clock())
+    return reply
+
+
+async def _post(
+    engine: Engine,
+    request: TurnRequest,
+    body: bytes,
+    timeout_s: float,
+    left: Callable[[Reply | None], None],
+    services: Services,
+) -> Reply:
+    """P's answer. ``left`` is told how it ended when the client did not wait for it."""
+    started_s = services.clock()
+    leg = asyncio.ensure_future(
+        services.client.post(
             engine.url, request.api.value, body, request.engine_headers, timeout_s=timeout_s
         )
+    )
+    try:
+        return await asyncio.shield(leg)
+    except asyncio.CancelledError:
+        services.orphans.adopt(leg, left)
+        raise
     except EngineError as error:
         services.metrics.engine_errors.labels(leg="prefill", kind=type(error).__name__).inc()
         if isinstance(error, EngineUnreachableError):
@@ -171,12 +243,6 @@ def _read(engine: Engine, reply: Reply) -> Prefilled:
         prompt_tokens=answer.usage.prompt_tokens if answer.usage is not None else None,
         cached_tokens=cached if isinstance(cached, int) else None,
     )
-
-
-def _give_back(plan: Plan, services: Services, engine: Engine) -> None:
-    """A refused reference is spent, but its blocks may still be pinned on D."""
-    if plan.claimed is not None:
-        services.releases.soon(lambda: engine.url if engine.usable else None, plan.claimed)
 
 
 def _first(engines: Sequence[Engine], url: str | None) -> Engine:

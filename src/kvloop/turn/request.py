@@ -56,6 +56,8 @@ class TurnRequest:
     conversation: str | None = None
     """The client's own id of the conversation: a hint, no proof."""
     reuse: bool = True
+    is_last: bool = False
+    """The client says that no turn will follow: D need not keep anything."""
     engine_headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -131,6 +133,7 @@ def read_request(
     tenant: str = "",
     conversation: str | None = None,
     reuse: bool = True,
+    is_last: bool = False,
     engine_headers: Mapping[str, str] | None = None,
 ) -> TurnRequest:
     """Read a client's body. Raises BadRequestError."""
@@ -152,6 +155,7 @@ def read_request(
         tenant=tenant,
         conversation=conversation or (own_id if isinstance(own_id, str) else None),
         reuse=reuse,
+        is_last=is_last,
         engine_headers=engine_headers or {},
     )
 

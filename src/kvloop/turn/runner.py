@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvloop.engines.client import EngineError
+from kvloop.engines.client import EngineError, EngineTimeoutError
 from kvloop.engines.fleet import serving
 from kvloop.engines.sse import EventTooLargeError
 from kvloop.observe.receipt import Receipt
 from kvloop.policy.route import Append, NoUsableNodeError, Pull
 from kvloop.turn.answer_stream import AnswerEnd, AnswerStream, take_from_body
+from kvloop.turn.claim import Claim
 from kvloop.turn.decode_leg import open_decode
 from kvloop.turn.errors import EngineRefusedError, TurnFailedError
 from kvloop.turn.filing import file_reference
 from kvloop.turn.plan import Plan, ProvenPrompt, make_plan
 from kvloop.turn.prefill_leg import Prefilled, run_prefill
 from kvloop.turn.render import render
+from kvloop.turn.slots import slot
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -85,8 +87,8 @@ class TurnRunner:
     async def _answer(self, request: TurnRequest, receipt: Receipt) -> AsyncGenerator[Answer]:
         services = self._services
         turn_number = next(self._numbers)
-        prefills = serving(services.fleet.prefills, request.model)
-        decodes = serving(services.fleet.decodes, request.model)
+        prefills = serving(services.fleet.prefills, request.model, services.clock())
+        decodes = serving(services.fleet.decodes, request.model, services.clock())
         prompt = await self._render(request, prefills, turn_number)
         try:
             plan = make_plan(
@@ -96,18 +98,21 @@ class TurnRunner:
                 prefills=prefills,
                 decodes=decodes,
                 ledger=services.ledger,
+                pairs=services.pairs,
                 policy=services.policy,
                 now_s=services.clock(),
             )
         except NoUsableNodeError as error:
             raise TurnFailedError(503, f"Cannot serve: {error}.", retry_after_s=1) from error
         _note_plan(receipt, plan, request, prompt)
-        prefilled = await self._prefill(request, prompt, plan, prefills, receipt)
         ordered = sorted(decodes, key=lambda engine: engine.url != plan.route.decode)
-        async with open_decode(request, prompt, prefilled, ordered, receipt, services) as (
-            decode,
-            reply,
-        ):
+        async with AsyncExitStack() as held:
+            with Claim(plan.claimed, services) as claim:
+                # D's place first: what P keeps for D must not wait for D.
+                await held.enter_async_context(slot(ordered[0], services))
+                prefilled = await self._prefill(request, prompt, plan, claim, prefills, receipt)
+            leg = open_decode(request, prompt, prefilled, ordered, receipt, services)
+            decode, reply = await held.enter_async_context(leg)
 
             def file(end: AnswerEnd) -> None:
                 sure = prompt
@@ -121,14 +126,14 @@ class TurnRunner:
                     request, sure, decode, end, plan.supersedes, services
                 )
 
-            yield await _pass_on(request, reply, receipt, file)
+            yield await self._pass_on(request, decode, reply, receipt, file)
 
     async def _render(
         self, request: TurnRequest, prefills: Sequence[Engine], turn_number: int
     ) -> ProvenPrompt | None:
         if request.without_reuse is not None or request.without_prefill is not None:
             return None
-        renders = serving(self._services.fleet.renders, None)
+        renders = serving(self._services.fleet.renders, None, self._services.clock())
         can_render = [engine for engine in prefills if engine.facts and engine.facts.renders]
         return await render(request, renders or can_render, turn_number, self._services)
 
@@ -137,61 +142,104 @@ class TurnRunner:
         request: TurnRequest,
         prompt: ProvenPrompt | None,
         plan: Plan,
+        claim: Claim,
         prefills: Sequence[Engine],
         receipt: Receipt,
     ) -> Prefilled | None:
         if isinstance(plan.route, Append):
             return None
         started_s = self._services.clock()
-        prefilled = await run_prefill(request, prompt, plan, prefills, receipt, self._services)
+        prefilled = await run_prefill(
+            request, prompt, plan, claim, prefills, receipt, self._services
+        )
         receipt.prefill_s = self._services.clock() - started_s
         _note_prefill(receipt, prefilled, plan, self._services)
         if prompt is not None and prompt.is_what_was_computed(prefilled.prompt_tokens):
             prefilled.engine.residency.served(prompt.prefixes)
         return prefilled
 
+    async def _pass_on(
+        self,
+        request: TurnRequest,
+        decode: Engine,
+        reply: StreamReply,
+        receipt: Receipt,
+        file: Callable[[AnswerEnd], None],
+    ) -> Answer:
+        """D's answer without what is only for the router; files the reference once it is read."""
+        if reply.status != 200:
+            raise EngineRefusedError(await reply.whole())
+        if reply.content_type.startswith("text/event-stream"):
+            events = self._events(decode, reply, receipt, file)
+            return Answer(reply.status, reply.content_type, receipt.header, chunks=events)
+        body, end = await self._whole(request, decode, reply)
+        file(end)
+        return Answer(reply.status, reply.content_type, receipt.header, body=body)
 
-async def _pass_on(
-    request: TurnRequest,
-    reply: StreamReply,
-    receipt: Receipt,
-    file: Callable[[AnswerEnd], None],
-) -> Answer:
-    """D's answer without what is only for the router; files the reference as soon as it is read."""
-    if reply.status != 200:
-        raise EngineRefusedError(await reply.whole())
-    if reply.content_type.startswith("text/event-stream"):
-        events = _events(reply, receipt, file)
-        return Answer(reply.status, reply.content_type, receipt.header, chunks=events)
-    whole = await reply.whole()
-    keep_ids = bool(request.body.get("return_token_ids"))
-    body, end = take_from_body(whole.body, keep_token_ids=keep_ids)
-    file(end)
-    return Answer(reply.status, reply.content_type, receipt.header, body=body)
+    async def _whole(
+        self, request: TurnRequest, decode: Engine, reply: StreamReply
+    ) -> tuple[bytes, AnswerEnd]:
+        services = self._services
+        try:
+            async with asyncio.timeout(services.timeouts.decode_s):
+                whole = await reply.whole()
+        except (EngineError, TimeoutError) as error:
+            decode.breaker.failed(services.clock())
+            if isinstance(error, TimeoutError):
+                raise EngineTimeoutError(decode.url, "took too long to answer") from error
+            raise
+        keep_ids = bool(request.body.get("return_token_ids"))
+        return take_from_body(whole.body, keep_token_ids=keep_ids)
 
+    async def _events(
+        self,
+        decode: Engine,
+        reply: StreamReply,
+        receipt: Receipt,
+        file: Callable[[AnswerEnd], None],
+    ) -> AsyncIterator[bytes]:
+        stream = AnswerStream()
+        filed = False
+        try:
+            async for data in self._in_time(decode, reply):
+                events = stream.feed(data)
+                if not filed and stream.end.params is not None:
+                    # Before the client sees the end: its next turn may follow at once.
+                    file(stream.end)
+                    filed = True
+                if events:
+                    yield events
+        except (EngineError, EventTooLargeError) as error:
+            receipt.failure = str(error)
+            decode.breaker.failed(self._services.clock())
+            raise
+        rest = stream.finish()
+        if not filed:
+            file(stream.end)
+        if rest:
+            yield rest
 
-async def _events(
-    reply: StreamReply, receipt: Receipt, file: Callable[[AnswerEnd], None]
-) -> AsyncIterator[bytes]:
-    stream = AnswerStream()
-    filed = False
-    try:
-        async for data in reply.chunks():
-            events = stream.feed(data)
-            if not filed and stream.end.params is not None:
-                # Before the client sees the end: its next turn may follow at once.
-                file(stream.end)
-                filed = True
-            if events:
-                yield events
-    except (EngineError, EventTooLargeError) as error:
-        receipt.failure = str(error)
-        raise
-    rest = stream.finish()
-    if not filed:
-        file(stream.end)
-    if rest:
-        yield rest
+    async def _in_time(self, decode: Engine, reply: StreamReply) -> AsyncIterator[bytes]:
+        """D's bytes. Raises EngineTimeoutError when they begin late or never end.
+
+        Silence in between is the client's business (:class:`EngineClient`), so an answer that goes
+        on for too long is noticed with its next byte.
+        """
+        clock, timeouts = self._services.clock, self._services.timeouts
+        end_s = clock() + timeouts.decode_s
+        chunks = reply.chunks()
+        try:
+            async with asyncio.timeout(timeouts.first_byte_s):
+                first = await anext(chunks, None)
+        except TimeoutError as error:
+            raise EngineTimeoutError(decode.url, "did not begin to answer in time") from error
+        if first is None:
+            return
+        yield first
+        async for data in chunks:
+            if clock() > end_s:
+                raise EngineTimeoutError(decode.url, "took too long to answer")
+            yield data
 
 
 def _note_plan(

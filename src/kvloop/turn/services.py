@@ -10,25 +10,35 @@ if TYPE_CHECKING:
 
     from kvloop.engines.client import EngineClient
     from kvloop.engines.fleet import Fleet
+    from kvloop.engines.pairs import Pairs
     from kvloop.engines.release import Releases
     from kvloop.ledger.deadline import DeadlineClock
     from kvloop.ledger.memory import Ledger
+    from kvloop.ledger.pins import Pins
     from kvloop.observe.metrics import Metrics
     from kvloop.policy.route import Policy
     from kvloop.proof.fingerprint import Fingerprinter
+    from kvloop.turn.orphans import Orphans
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Longest waits, in seconds."""
 
+    queue_s: float
+    """For a place on an engine."""
+    render_s: float
+    """For token ids."""
     prefill_s: float
     """The whole P leg of a prompt that P computes."""
     pull_s: float
     """The whole P leg of a pull, before it is given up and done again cold."""
+    first_byte_s: float
+    """D's silence before its answer's first byte."""
     silence_s: float
-    """D's silence: before its answer begins and between two events."""
-    render_s: float
+    """D's silence between two events."""
+    decode_s: float
+    """The whole D leg."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +48,15 @@ class Services:
     fleet: Fleet
     client: EngineClient
     ledger: Ledger
+    pins: Pins
+    pin_budget: float
+    """Share of a D's KV cache that it may pin for later turns."""
+    pairs: Pairs
     policy: Policy
     fingerprinter: Fingerprinter
     deadlines: DeadlineClock
     releases: Releases
+    orphans: Orphans
     metrics: Metrics
     timeouts: Timeouts
     clock: Callable[[], float]

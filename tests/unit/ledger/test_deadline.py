@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloop.ledger.deadline import DeadlineClock
+from kvloop.ledger.deadline import WINDOW_S, DeadlineClock
 
 TTL_S, MARGIN_S = 480.0, 15.0
 D_CLOCK_AHEAD_S = 123_456.0
@@ -40,8 +40,17 @@ def test_another_engine_has_its_own_clock() -> None:
     assert clock.deadline_s("new", 5_000_000.0, 50.0) == 50.0 + TTL_S - MARGIN_S
 
 
-def test_a_forgotten_engine_starts_anew() -> None:
+def test_clocks_that_drift_apart_do_not_end_references_early() -> None:
     clock = DeadlineClock(TTL_S, MARGIN_S)
-    clock.deadline_s("d", 1000.0, 0.0)
-    clock.forget("d")
-    assert clock.deadline_s("d", 9.0, 50.0) == 50.0 + TTL_S - MARGIN_S
+    for minute in range(0, 60 * 24 * 60, 5):  # two months
+        now_s = minute * 60.0
+        d_now_s = D_CLOCK_AHEAD_S + now_s * (1 - 100e-6)
+        deadline_s = clock.deadline_s("d", d_now_s + TTL_S, now_s)
+        assert 0 <= now_s + TTL_S - MARGIN_S - deadline_s <= 2 * WINDOW_S * 100e-6 + 1e-3
+
+
+def test_samples_of_engines_that_are_gone_do_not_pile_up() -> None:
+    clock = DeadlineClock(TTL_S, MARGIN_S)
+    for number in range(5000):
+        clock.deadline_s(f"life-{number}", 1000.0, float(number))
+    assert len(clock._offsets) <= 1024

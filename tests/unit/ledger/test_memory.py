@@ -63,7 +63,6 @@ def test_k05_a_reference_past_its_deadline_is_neither_found_nor_claimed() -> Non
     ledger = ledger_with(reference(1, TOKENS, deadline_s=50.0))
     assert ledger.find([b"boundary"], PREFIXES, 50.0).candidates == ()
     assert ledger.claim(1, 50.0) is None
-    assert ledger.pinned_tokens("http://d") == 0
 
 
 def test_a_deadline_that_passes_between_find_and_claim_counts() -> None:
@@ -86,17 +85,39 @@ def test_a_claimed_reference_that_is_superseded_is_not_released_again() -> None:
     assert ledger.file(reference(2, TOKENS, boundaries=(b"next",)), supersedes=[1]) == []
 
 
-def test_k12_pinned_tokens_are_counted_per_decode_node() -> None:
+def test_k12_what_is_least_likely_to_return_is_given_up_first() -> None:
     ledger = ledger_with(
-        reference(1, TOKENS, num_tokens=70, decode="http://d1"),
-        reference(2, TOKENS, num_tokens=30, decode="http://d2"),
-        reference(3, TOKENS, num_tokens=5, decode="http://d1"),
+        reference(1, TOKENS, boundaries=(b"1",), continued=True),
+        reference(2, TOKENS, boundaries=(b"2",)),
+        reference(3, TOKENS, boundaries=(b"3",)),
+        reference(4, TOKENS, boundaries=(b"4",), decode="http://d2"),
     )
-    assert (ledger.pinned_tokens("http://d1"), ledger.pinned_tokens("http://d2")) == (75, 30)
-    ledger.claim(1, NOW)
-    assert ledger.pinned_tokens("http://d1") == 5
+    assert [one.reference_id for one in ledger.evict("http://d", 65)] == [2, 3]
+    assert [one.reference_id for one in ledger.evict("http://d", 1)] == [1]
+    assert ledger.evict("http://d", 1) == []
+    assert [found_ids(ledger, key) for key in (b"1", b"2", b"3", b"4")] == [[], [], [], [4]]
+
+
+def test_what_was_given_up_leaves_the_conversations_home() -> None:
+    ledger = ledger_with(reference(1, TOKENS))
+    ledger.evict("http://d", 1)
+    assert ledger.find([b"boundary"], PREFIXES, NOW).home == "http://d"
+
+
+def test_a_ledger_is_bounded_in_bytes() -> None:
+    size = reference(1, TOKENS).num_bytes
+    ledger = Ledger(100, max_bytes=2 * size)
+    released = [
+        claimed.reference_id
+        for number in range(1, 5)
+        for claimed in ledger.file(reference(number, TOKENS, boundaries=(b"%d" % number,)))
+    ]
+    assert released == [1, 2]
+    assert ledger.num_bytes == 2 * size
+    ledger.claim(3, NOW)
+    assert ledger.num_bytes == size
     ledger.drain()
-    assert (ledger.pinned_tokens("http://d1"), ledger.pinned_tokens("http://d2")) == (0, 0)
+    assert ledger.num_bytes == 0
 
 
 def test_a_full_ledger_hands_its_oldest_back_for_release() -> None:
@@ -117,6 +138,16 @@ def test_k09_references_of_a_restarted_engine_die() -> None:
         reference(3, TOKENS, boundaries=(b"3",), decode="http://d1", engine_id="new"),
     )
     assert ledger.drop_engine("http://d1", keep_engine_id="new") == 1
+    assert [found_ids(ledger, key) for key in (b"1", b"2", b"3")] == [[], [2], [3]]
+
+
+def test_k25_data_parallel_ranks_of_one_engine_live_together() -> None:
+    ledger = ledger_with(
+        reference(1, TOKENS, boundaries=(b"1",), engine_id="old_dp0"),
+        reference(2, TOKENS, boundaries=(b"2",), engine_id="new_dp0"),
+        reference(3, TOKENS, boundaries=(b"3",), engine_id="new_dp1"),
+    )
+    assert ledger.drop_engine("http://d", keep_engine_id="new_dp1") == 1
     assert [found_ids(ledger, key) for key in (b"1", b"2", b"3")] == [[], [2], [3]]
 
 

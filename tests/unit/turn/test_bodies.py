@@ -80,27 +80,27 @@ def test_an_attached_reference_goes_to_p_whole() -> None:
 
 
 def test_k20_d_gets_the_clients_fields_and_p_params_as_they_came() -> None:
-    body = json.loads(decode_body(turn(), PROMPT, PREFILLED, want_reference=True))
+    body = json.loads(decode_body(turn(), PROMPT, PREFILLED))
     params = body.pop("kv_transfer_params")
     assert body == FIELDS
     assert params == {**PREFILLED, "prompt_token_ids": [5, 6, 7], "kvloop_stream_reference": True}
 
 
 def test_a_whole_answer_is_asked_for_its_token_ids_instead() -> None:
-    body = json.loads(decode_body(turn(stream=False), PROMPT, PREFILLED, want_reference=True))
+    body = json.loads(decode_body(turn(stream=False), PROMPT, PREFILLED))
     assert body["return_token_ids"] is True
     assert "kvloop_stream_reference" not in body["kv_transfer_params"]
 
 
 def test_d_alone_gets_no_params_at_all() -> None:
-    body = json.loads(decode_body(turn(), None, None, want_reference=True))
+    body = json.loads(decode_body(turn(), None, None))
     assert body == FIELDS
 
 
 def test_completions_carry_the_ids_as_their_prompt() -> None:
     for body in (
         prefill_body(completion(), PROMPT, None),
-        decode_body(completion(), PROMPT, PREFILLED, want_reference=False),
+        decode_body(completion(), PROMPT, PREFILLED),
     ):
         assert json.loads(body)["prompt"] == [5, 6, 7]
         assert "prompt_token_ids" not in json.loads(body)["kv_transfer_params"]
