@@ -34,6 +34,9 @@ def metrics_text(engine: Engine) -> str:
         num_gpu_blocks=str(engine.num_blocks),
     )
     lines = [f"vllm:{name}{labels} {float(value)}" for name, value in samples.items()]
+    for reason, value in {"capacity": engine.num_waiting, "deferred": 0}.items():
+        by_reason = _labels(engine="0", model_name=engine.model, reason=reason)
+        lines.append(f"vllm:num_requests_waiting_by_reason{by_reason} {float(value)}")
     lines.append(f"vllm:cache_config_info{info} 1.0")
     lines.append(f"process_start_time_seconds {engine.started_s}")
     if engine.plugin:

@@ -24,7 +24,8 @@ _NATIVE_STREAM_REFERENCES: Final = (0, 33)
 _OLDEST: Final = (0, 32)
 _KV_USAGE: Final = "vllm:kv_cache_usage_perc"
 _RUNNING: Final = "vllm:num_requests_running"
-_WAITING: Final = "vllm:num_requests_waiting"
+_WAITING_BY_REASON: Final = "vllm:num_requests_waiting_by_reason"
+_FOR_CAPACITY: Final = "capacity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +81,19 @@ class EngineLoad:
     """Share of its KV blocks in use, of the fullest rank."""
     running: int
     waiting: int
+    """Requests that wait for room on it, not for a transfer."""
 
 
 def read_load(body: bytes) -> EngineLoad:
     """Load from the body of ``/metrics``; zeros where it says nothing."""
-    samples = _samples(body, (_KV_USAGE, _RUNNING, _WAITING))
     by_name: dict[str, list[float]] = {}
-    for name, _, value in samples:
-        by_name.setdefault(name, []).append(value)
+    for name, labels, value in _samples(body, (_KV_USAGE, _RUNNING, _WAITING_BY_REASON)):
+        if labels.get("reason", _FOR_CAPACITY) == _FOR_CAPACITY:
+            by_name.setdefault(name, []).append(value)
     return EngineLoad(
         kv_usage=max(by_name.get(_KV_USAGE, ()), default=0.0),
         running=int(sum(by_name.get(_RUNNING, ()))),
-        waiting=int(sum(by_name.get(_WAITING, ()))),
+        waiting=int(sum(by_name.get(_WAITING_BY_REASON, ()))),
     )
 
 

@@ -61,15 +61,16 @@ def turn_handler(
 
 async def _read(api: Api, http: web.Request, request_id: str, *, reuse: bool) -> TurnRequest:
     wish = http.headers.get(REUSE_HEADER, "on").lower()
-    if wish not in ("on", "off"):
-        raise BadRequestError(f"`{REUSE_HEADER}` must be on or off.", REUSE_HEADER)
+    if wish not in ("on", "off", "last"):
+        raise BadRequestError(f"`{REUSE_HEADER}` must be on, off or last.", REUSE_HEADER)
     return read_request(
         api,
         await http.read(),
         request_id=request_id,
         tenant=tenant_of(http.headers),
         conversation=conversation_of(http.headers),
-        reuse=reuse and wish == "on",
+        reuse=reuse and wish != "off",
+        is_last=wish == "last",
         engine_headers=engine_headers(http.headers, request_id),
     )
 

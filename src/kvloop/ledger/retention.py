@@ -8,10 +8,18 @@ performance", IEEE Computer 27(3), 1994; nothing is demoted, since every pin has
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+UNSUSPICIOUS_USAGE: Final = 0.5
+"""Below this share of D's KV blocks in use, requests wait for something else than memory."""
+RELIEVED_USAGE: Final = 0.8
+RELIEF_SHARE: Final = 0.1
+"""Of D's capacity, at each look at it (`probe_interval_s`)."""
 
 
 class RetentionOrder:
@@ -60,15 +68,11 @@ def tokens_over(
     ``capacity``: D's KV cache in tokens; ``pinned``: tokens that it pins for us and that nobody is
     giving back yet; ``usage``: share of its KV blocks in use; ``waiting``: requests that wait on D.
 
-    Above the budget, the excess. And where requests wait while the cache is nearly full, as much
-    as brings it down to :data:`RELIEVED_USAGE`: a request for which there is no room must not wait
-    for a deadline (known failure 12).
+    Above the budget, the excess. And while requests wait for room in a cache that is not nearly
+    empty, a step of :data:`RELIEF_SHARE`, or as much as brings a nearly full one down to
+    :data:`RELIEVED_USAGE`: they must not wait for deadlines (known failure 12).
     """
     over = pinned - int(capacity * budget_share)
-    if waiting > 0 and usage > RELIEVED_USAGE:
-        over = max(over, int((usage - RELIEVED_USAGE) * capacity))
+    if waiting > 0 and usage > UNSUSPICIOUS_USAGE:
+        over = max(over, math.ceil(max(usage - RELIEVED_USAGE, RELIEF_SHARE) * capacity))
     return max(0, min(over, pinned))
-
-
-RELIEVED_USAGE = 0.8
-"""Share of D's KV blocks in use above which waiting requests are taken to wait for memory."""

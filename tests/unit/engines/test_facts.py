@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvloop.engines.facts import read_facts, started_s
+from kvloop.engines.facts import EngineLoad, read_facts, read_load, started_s
 
 METRICS = b"""# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
@@ -54,3 +54,18 @@ def test_k26_the_plugin_says_whether_an_engine_can_pull(said: bytes, can_pull: b
 def test_what_is_no_vllm_engine_is_refused(metrics: bytes, models: bytes) -> None:
     with pytest.raises(ValueError, match=r"cache_config_info|models"):
         read_facts(metrics, models, VERSION, renders=True)
+
+
+def test_load_counts_who_waits_for_room_over_all_ranks() -> None:
+    body = b"""
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.75
+vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_running{engine="1"} 4.0
+vllm:num_requests_waiting{engine="0"} 9.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 8.0
+vllm:num_requests_waiting_by_reason{engine="1",reason="capacity"} 1.0
+"""
+    assert read_load(body) == EngineLoad(kv_usage=0.75, running=7, waiting=2)
+    assert read_load(b"") == EngineLoad(kv_usage=0.0, running=0, waiting=0)
