@@ -51,6 +51,9 @@ class Settings:
     pin_budget: float = _setting(
         0.5, "share of a decode node's KV cache that may be pinned for later turns"
     )
+    check_releases: bool = _setting(
+        True, "try once whether each decode node frees blocks that are released unread"
+    )
     max_references: int = _setting(100_000, "conversations to remember")
     max_ledger_bytes: int = _setting(1024**3, "memory for what is remembered of them")
     fingerprint_secret: str = _setting("", "secret of the token proofs; default: a random one")

@@ -108,6 +108,7 @@ class Engine:
         self.extra_exported_blocks = 0
         self.hold: asyncio.Event | None = None
         self.ignores_ids = False
+        self.ignores_notices = False
         self.memory_timeout_s: float | None = None
         self.merge_events = 1
         self.pause_stream_after: int | None = None
@@ -153,6 +154,8 @@ class Engine:
     def notified(self, request_id: str) -> None:
         """A reader is done with (or declines) this request's blocks."""
         self.expire()
+        if self.ignores_notices:
+            return
         if not self.memory.unpin(request_id):
             self.late_notices += 1
 

@@ -119,7 +119,7 @@ async def stack(
             Settings(
                 prefill=tuple(p_urls),
                 decode=tuple(d_urls),
-                **{"probe_interval_s": 0.05, **(settings or {})},
+                **{"probe_interval_s": 0.05, "check_releases": False, **(settings or {})},
             ),
             clock=fabric.clock,
         )

@@ -138,3 +138,33 @@ async def test_k16_a_client_that_leaves_during_a_pull_gives_both_sides_blocks_ba
         s.prefill.hold.set()
         await until(lambda: s.prefill.pinned_blocks == 0 and s.decode.pinned_blocks == 0)
         await agreed(s)
+
+
+async def test_each_decode_node_is_tried_once_whether_releases_work() -> None:
+    async with stack(settings={"check_releases": True}) as s:
+        decode = s.router.services.fleet.decodes[0]
+        await until(lambda: decode.frees_on_release is True)
+        assert s.decode.pinned_blocks == s.prefill.pinned_blocks == 0
+        tried = len(s.decode.requests)
+        await s.chat(another())
+        assert len(s.decode.requests) == tried + 1
+        s.decode.restart()
+        await until(lambda: len(s.decode.requests) == tried + 2)  # another life, another try
+        await until(lambda: decode.frees_on_release is True)
+
+
+async def test_where_releases_do_not_work_pins_are_left_to_their_deadline() -> None:
+    async with stack(settings={"check_releases": True}) as s:
+        decode = s.router.services.fleet.decodes[0]
+        s.decode.ignores_notices = True
+        s.decode.restart()
+        await until(lambda: decode.frees_on_release is False, timeout_s=20)
+        asked = len(s.prefill.requests)
+        await s.chat(another(), headers={"x-kvloop-reuse": "last"})
+        assert s.router.services.pins.tokens(decode.url, PinState.STUCK) > 0
+        assert len(s.prefill.requests) == asked + 1  # nobody is asked to release it
+        ready = await s.http.get(f"{s.url}/ready")
+        assert "does not free blocks" in await ready.text()
+        s.fabric.now_s += 480.0
+        s.router.services.pins.expire(s.fabric.now_s)
+        assert s.router.services.pins.tokens(decode.url) == 0

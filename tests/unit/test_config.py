@@ -27,21 +27,26 @@ def test_a_flag_beats_the_environment_which_beats_the_file(toml: Path) -> None:
     assert settings.reuse is False
 
 
+_VALUES = {
+    "prefill": "http://somewhere",
+    "decode": "http://somewhere",
+    "render": "http://somewhere",
+    "reuse": "true",
+    "check_releases": "true",
+    "log_level": "debug",
+    "fingerprint_secret": "x" * 16,
+    "pin_budget": "0.3",
+}
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_key_is_a_flag_an_environment_variable_and_a_toml_key(name: str, toml: Path) -> None:
-    value = {
-        "reuse": "true",
-        "log_level": "debug",
-        "fingerprint_secret": "x" * 16,
-        "pin_budget": "0.3",
-    }.get(name, "30")
-    if name in ("prefill", "decode", "render"):
-        value = "http://somewhere"
+    value = _VALUES.get(name, "30")
     toml.write_text(f"{name} = '{value}'\n")
     from_file = load({}, {}, toml)
     assert from_file == load({}, {f"KVLOOP_{name.upper()}": value}, None)
     flag = "--" + name.replace("_", "-")
-    given = [flag] if name == "reuse" else [flag, value]
+    given = [flag] if value == "true" else [flag, value]
     assert from_file == load(flags(*given), {}, None)
 
 

@@ -41,6 +41,8 @@ class Engine:
     """Why it cannot be used now; None if it can."""
     late_probes: int = 0
     """Probes in a row that were not answered in time."""
+    frees_on_release: bool | None = None
+    """Whether this life of it frees blocks that are released without a read; None: not tried."""
     residency: Residency = field(default_factory=lambda: Residency(0))
     breaker: Breaker = field(default_factory=Breaker)
     load: EngineLoad | None = None
@@ -58,6 +60,7 @@ class Engine:
         restarted = self.facts is not None and self.facts.started_s != facts.started_s
         if restarted:
             self.breaker = Breaker()
+            self.frees_on_release = None
         if self.facts is None or restarted:
             self.residency = Residency(facts.kv_capacity_tokens if facts.prefix_caching else 0)
         self.facts = facts

@@ -29,6 +29,7 @@ from kvloop.policy.pull_threshold import PullThreshold
 from kvloop.proof.fingerprint import Fingerprinter
 from kvloop.turn.filing import release_claimed, relieve
 from kvloop.turn.orphans import Orphans
+from kvloop.turn.release_check import frees_on_release
 from kvloop.turn.request import Api
 from kvloop.turn.restarts import forget_earlier_life
 from kvloop.turn.runner import TurnRunner
@@ -112,7 +113,10 @@ class Router:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Connections and background work, for as long as turns are served."""
-        async with self.services.client, _background(self._watch(), self.services.releases.run()):
+        jobs = [self._watch(), self.services.releases.run()]
+        if self._settings.check_releases:
+            jobs.append(self._check_releases())
+        async with self.services.client, _background(*jobs):
             yield
             await self._give_everything_back()
 
@@ -128,6 +132,20 @@ class Router:
             on_usable=self._usable,
             on_seen=self._seen,
         )
+
+    async def _check_releases(self) -> None:
+        """Try each life of each decode node once; again later while it is too busy to tell."""
+        fleet = self.services.fleet
+        while True:
+            for decode in fleet.decodes:
+                prefill = next((engine for engine in fleet.prefills if engine.usable), None)
+                if prefill is None or not decode.usable or decode.frees_on_release is not None:
+                    continue
+                verdict = await frees_on_release(prefill, decode, self.services.client)
+                decode.frees_on_release = verdict
+                if verdict is False:
+                    self._say_limits()
+            await asyncio.sleep(self._settings.probe_interval_s)
 
     async def _give_everything_back(self) -> None:
         """Nobody will use the ledger's references any more; D need not pin them to the end."""
@@ -235,6 +253,12 @@ def limits(fleet: Fleet) -> list[str]:
         f"Set it in kv_connector_extra_config."
         for engine in fleet.prefills
         if engine.facts is not None and not engine.facts.can_pull
+    ]
+    found += [
+        f"decode node {engine.url} does not free blocks that are released unread: what it pins "
+        f"stays until decoder_kv_blocks_ttl. Lower that, and kv_ttl_s with it."
+        for engine in fleet.decodes
+        if engine.frees_on_release is False
     ]
     renders = any(engine.usable for engine in fleet.renders)
     prefills = [engine for engine in fleet.prefills if engine.facts is not None]

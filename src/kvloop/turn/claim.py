@@ -48,7 +48,8 @@ class Claim:
     def release(self) -> None:
         """Have D free it, unless it was read or released before."""
         if self._claimed is not None:
-            release(self._claimed.reference_id, self._claimed.params, self._services)
+            claimed = self._claimed
+            release(claimed.reference_id, claimed.reference.decode, claimed.params, self._services)
             self._claimed = None
 
     def hand_over(self) -> Claim:

@@ -64,7 +64,7 @@ def _file(
     if unusable is None and num_tokens > _budget_tokens(decode, services):
         unusable = "over_budget"
     if unusable is not None or prompt is None:
-        release(pin_id, params, services)
+        release(pin_id, decode.url, params, services)
         return f"released_{unusable}"
     retained = [*prompt.ids.ids, *(end.token_ids or ())][: params[REMOTE_NUM_TOKENS]]
     reference = KVReference(
@@ -142,11 +142,14 @@ def release_claimed(
     """Have D free what fell out of the ledger unused."""
     for claimed in references:
         services.metrics.references.labels(outcome=outcome).inc()
-        release(claimed.reference_id, claimed.params, services)
+        release(claimed.reference_id, claimed.reference.decode, claimed.params, services)
 
 
-def release(pin_id: int, params: dict[str, Any], services: Services) -> None:
+def release(pin_id: int, decode: str, params: dict[str, Any], services: Services) -> None:
     """Have D free a pin's blocks, by way of whichever prefill node is usable then."""
+    if services.fleet.engine(decode).frees_on_release is False:
+        services.pins.move(pin_id, PinState.STUCK)
+        return
 
     def done(is_free: bool) -> None:
         if is_free:
