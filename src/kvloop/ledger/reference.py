@@ -55,7 +55,7 @@ class KVReference:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes in the ledger, roughly: measured, see bench/ledger.py."""
+        """Memory that it takes in the ledger, about (`bench/ledger.py` measures it)."""
         return (
             _ENTRY_BYTES
             + self.prefixes.nbytes
