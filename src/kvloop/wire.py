@@ -44,3 +44,12 @@ STREAM_REFERENCE_OBJECT: Final = "kvloop.stream_reference"
 
 ENGINE_INFO_METRIC: Final = "kvloop:engine_info"
 """Gauge in the engine's ``/metrics`` whose labels say what the plugin knows of the engine."""
+
+CLAIM_HOLDERS: Final = "kvloop_claim_holders"
+"""Key in ``kv_transfer_params``: ``[host, claim port]`` of engines to ask, best first."""
+
+CLAIM_REQUEST_PREFIX: Final = "kvloop-claim:"
+"""Begins the request id under which NIXL reads what was claimed."""
+
+CLAIM_PORT_OFFSET: Final = 1000
+"""From an engine's NIXL side channel to its claim port, unless configured."""

@@ -48,6 +48,8 @@ class EngineSpec:
     kv_lease_duration_s: int = 30
     kv_recompute_threshold: int = 64
     """P computes a history shorter than this many tokens itself."""
+    claims: bool = False
+    """Run kvloop's own connector: nothing is pinned between turns (docs/claims.md)."""
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
 
@@ -101,8 +103,14 @@ def kv_transfer_config(spec: EngineSpec) -> dict[str, Any]:
     ``recompute`` in place of ``fail`` makes vLLM 0.32 wait for ever after a failed read from D;
     with ``fail`` the router goes cold.
     """
+    connector = {"kv_connector": "NixlConnector"}
+    if spec.claims:
+        connector = {
+            "kv_connector": "KVLoopConnector",
+            "kv_connector_module_path": "kvloop.vllm_plugin.connector",
+        }
     return {
-        "kv_connector": "NixlConnector",
+        **connector,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {

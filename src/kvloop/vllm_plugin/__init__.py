@@ -9,12 +9,14 @@ from kvloop.vllm_plugin.import_hook import when_imported
 
 CHAT_SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 COMPLETION_SERVING = "vllm.entrypoints.openai.completion.serving"
+ENGINE_CORE = "vllm.v1.engine.core"
 
 
 def register() -> None:
     """Prepare the patches; they happen when (and only where) vLLM imports its API servers."""
     when_imported(CHAT_SERVING, _patch_chat)
     when_imported(COMPLETION_SERVING, _patch_completions)
+    when_imported(ENGINE_CORE, _patch_engine_core)
 
 
 def _patch_chat(module: object) -> None:
@@ -28,3 +30,9 @@ def _patch_completions(module: object) -> None:
     from kvloop.vllm_plugin import stream_reference
 
     stream_reference.patch_completions(module)
+
+
+def _patch_engine_core(module: object) -> None:
+    from kvloop.vllm_plugin import engine_loop
+
+    engine_loop.patch(module)

@@ -1,0 +1,38 @@
+"""`KVLoopConnector`: vLLM's NIXL pull connector, with claims in place of pins (docs/claims.md).
+
+--kv-transfer-config '{"kv_connector": "KVLoopConnector",
+                       "kv_connector_module_path": "kvloop.vllm_plugin.connector", ...}'
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+from kvloop.vllm_plugin.claiming_scheduler import ClaimingScheduler
+from kvloop.vllm_plugin.claiming_worker import ClaimingWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class KVLoopConnector(NixlPullConnector):
+    """P to D as in vLLM; D to P by claims."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_side = ClaimingScheduler(vllm_config, self.engine_id, kv_cache_config)
+            self.connector_scheduler = self._scheduler_side
+        else:
+            self.connector_worker = ClaimingWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """vLLM shows its block pool once it exists; claims are granted from it."""
+        self._scheduler_side.grant_from(gpu_block_pool)
