@@ -48,8 +48,18 @@ ENGINE_INFO_METRIC: Final = "kvloop:engine_info"
 CLAIM_HOLDERS: Final = "kvloop_claim_holders"
 """Key in ``kv_transfer_params``: ``[host, claim port]`` of engines to ask, best first."""
 
+CLAIM_REPORT: Final = "kvloop_claim"
+"""Key in P's answer: what became of its claim, see :func:`claim_report`."""
+
+CLAIM_CONNECTOR: Final = "KVLoopConnector"
+
 CLAIM_REQUEST_PREFIX: Final = "kvloop-claim:"
 """Begins the request id under which NIXL reads what was claimed."""
 
 CLAIM_PORT_OFFSET: Final = 1000
 """From an engine's NIXL side channel to its claim port, unless configured."""
+
+
+def claim_report(asked_tokens: int, granted_tokens: int, why: str) -> dict[str, Any]:
+    """Tokens that P asked a holder for, tokens that it was granted and read; why not more."""
+    return {"asked_tokens": asked_tokens, "granted_tokens": granted_tokens, "why": why}

@@ -84,6 +84,7 @@ class Engine:
         self.adapters: set[str] = set()
         self.bidirectional = True
         self.bytes_per_token = 1024
+        self.claims = False
         self.clock_ahead_s = 12_345.0
         self.default_max_tokens = 64
         self.kv_load_failure_policy = "fail"
@@ -250,7 +251,7 @@ class Sequence:
         self.table = self.memory.hit(self.seed, prompt)
         self.num_computed = len(self.table) * engine.block_size
         try:
-            self.num_computed += transfer.pull(engine, self.asked, prompt, self.table)
+            self.num_computed += transfer.pull(engine, self.asked, prompt, self.table, self.seed)
         except LoadFailedError:
             if engine.kv_load_failure_policy == "recompute" and not engine.dead:
                 self._recompute()

@@ -56,6 +56,13 @@ class Fabric:
     def clock(self) -> float:
         return self.now_s if self.source is None else self.source()
 
+    def at(self, host: str, claim_port: int) -> Engine | None:
+        """The engine that answers claims there."""
+        for engine in self.engines.values():
+            if (engine.side_host, engine.side_port + 1000) == (host, claim_port):
+                return None if engine.dead or not engine.claims else engine
+        return None
+
     def find(self, params: dict[str, Any]) -> Engine | None:
         """The engine that a reference points at: same life, same side channel, still there."""
         engine = self.engines.get(params.get("remote_engine_id", ""))

@@ -42,7 +42,9 @@ def metrics_text(engine: Engine) -> str:
     if engine.plugin:
         own = _labels(
             plugin_version="0.1.0",
-            kv_connector="NixlConnector",
+            kv_connector="KVLoopConnector" if engine.claims else "NixlConnector",
+            claim_host=engine.side_host if engine.claims else "",
+            claim_ports=str(engine.side_port + 1000) if engine.claims else "",
             kv_role="kv_both",
             bidirectional_kv_xfer=str(engine.bidirectional).lower(),
             kv_load_failure_policy=engine.kv_load_failure_policy,

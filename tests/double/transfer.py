@@ -20,11 +20,15 @@ EXPIRY_MARGIN_S = 5.0
 _WHERE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-def pull(engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int]) -> int:
+def pull(
+    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: bytes
+) -> int:
     """Read what the request's reference offers into its table; the number of tokens read.
 
     Raises LoadFailedError, HangError, and DiedError for what kills an engine.
     """
+    if asked.get("kvloop_claim_holders") and engine.claims:
+        return _claim(engine, asked, prompt, table, seed)
     blocks = asked.get("remote_block_ids")
     complete = all(name in asked for name in _WHERE)
     from_prefill = bool(asked.get("do_remote_prefill"))
@@ -43,6 +47,39 @@ def pull(engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[i
     if not complete or not (from_prefill or engine.bidirectional):
         raise HangError
     _read(engine, asked, table, num_tokens)
+    return num_tokens
+
+
+def _claim(
+    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: bytes
+) -> int:
+    """Ask holders by block hash, as kvloop's connector does, and read the longest grant."""
+    wanted = ((len(prompt) - 1) // engine.block_size - len(table)) * engine.block_size
+    best, reasons = None, []
+    for holder in (engine.fabric.at(*address) for address in asked["kvloop_claim_holders"]):
+        held: list[int] = []
+        if holder is None:
+            reasons.append("timeout")
+        elif not holder.prefix_caching or holder.block_size != engine.block_size:
+            reasons.append("no_prefix_cache" if not holder.prefix_caching else "block_size")
+        else:
+            held = holder.memory.lookup(seed, prompt)[len(table) :]
+        if held and holder is not None and (best is None or len(held) > len(best[1])):
+            best = holder, held
+    report = {"asked_tokens": wanted, "granted_tokens": 0, "why": "below_threshold"}
+    asked["kvloop_claim"] = report
+    if wanted < max(1, engine.kv_recompute_threshold):
+        return 0
+    num_tokens = len(best[1]) * engine.block_size if best else 0
+    if best is None or num_tokens < max(1, engine.kv_recompute_threshold):
+        report["why"] = "too_little" if best else ",".join(sorted(set(reasons or ["miss"])))
+        return 0
+    for block in best[1]:
+        engine.memory.copy_in(table, best[0].memory, block)
+    report |= {"granted_tokens": num_tokens, "why": "granted"}
+    engine.fabric.read_tokens += num_tokens
+    engine.counters.transfers += 1
+    engine.counters.bytes_read += num_tokens * engine.bytes_per_token
     return num_tokens
 
 
@@ -106,7 +143,7 @@ def keep(engine: Engine, sequence: Sequence) -> dict[str, Any] | None:
     """Pin a finished request's blocks and say where they are; or free them."""
     asked, table = sequence.asked, sequence.table
     is_prefill = bool(asked.get("do_remote_decode"))
-    if not asked or not (is_prefill or engine.bidirectional):
+    if not asked or not (is_prefill or (engine.bidirectional and not engine.claims)):
         engine.memory.release(table)
         return None
     # Only these two put a request among those that the worker tracks; others' blocks leak.
@@ -129,6 +166,8 @@ def keep(engine: Engine, sequence: Sequence) -> dict[str, Any] | None:
         "remote_blocks_expiry_time": None if is_prefill else ends_s,
         "transfer_mode": "pull",
     }
+    if "kvloop_claim" in asked:
+        given["kvloop_claim"] = asked["kvloop_claim"]
     if is_prefill:
         given["remote_prefill_cached_tokens"] = sequence.cached_tokens
     return given

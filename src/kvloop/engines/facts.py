@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvloop.wire import ENGINE_INFO_METRIC
+from kvloop.wire import CLAIM_CONNECTOR, ENGINE_INFO_METRIC
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,6 +66,19 @@ class EngineFacts:
     def can_pull(self) -> bool:
         """False only where the plugin knows that a pull would wait for ever."""
         return self.plugin.get("bidirectional_kv_xfer", "true") == "true"
+
+    @property
+    def claims(self) -> bool:
+        """Whether it asks holders for a prompt's prefix, and pins nothing between turns."""
+        return self.plugin.get("kv_connector") == CLAIM_CONNECTOR
+
+    @property
+    def claim_addresses(self) -> tuple[tuple[str, int], ...]:
+        """Where it answers claims, one address for each data-parallel rank."""
+        host, ports = self.plugin.get("claim_host"), self.plugin.get("claim_ports", "")
+        if not self.claims or not host:
+            return ()
+        return tuple((host, int(port)) for port in ports.split(",") if port.isdecimal())
 
     @property
     def model_names(self) -> frozenset[str]:

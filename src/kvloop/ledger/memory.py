@@ -49,6 +49,8 @@ class Found:
     """Decode node of the conversation's last turn."""
     candidates: tuple[Candidate, ...]
     """Claimable references, most proven tokens first."""
+    continued_home: int | None = None
+    """The entry that says so, where this prompt goes on from its very end."""
 
 
 NOTHING_FOUND = Found(home=None, candidates=())
@@ -57,13 +59,21 @@ NOTHING_FOUND = Found(home=None, candidates=())
 class _Entry:
     """A filed reference; it stays as the conversation's home when the reference is gone."""
 
-    __slots__ = ("boundaries", "conversation", "decode", "reference")
+    __slots__ = ("boundaries", "conversation", "decode", "entry_id", "reference")
 
-    def __init__(self, reference: KVReference) -> None:
-        self.reference: KVReference | None = reference
-        self.decode = reference.decode
-        self.boundaries = reference.boundaries
-        self.conversation = reference.conversation
+    def __init__(
+        self,
+        entry_id: int,
+        decode: str,
+        boundaries: tuple[ChainKey, ...],
+        conversation: str | None,
+        reference: KVReference | None,
+    ) -> None:
+        self.entry_id = entry_id
+        self.reference = reference
+        self.decode = decode
+        self.boundaries = boundaries
+        self.conversation = conversation
 
 
 class Ledger:
@@ -101,15 +111,36 @@ class Ledger:
 
         Returns references that fell out unclaimed: to be released.
         """
-        released = [claimed for old in supersedes if (claimed := self._remove(old)) is not None]
-        self._entries[reference.reference_id] = _Entry(reference)
+        entry = _Entry(
+            reference.reference_id,
+            reference.decode,
+            reference.boundaries,
+            reference.conversation,
+            reference,
+        )
         self._bytes += reference.num_bytes
         self._order(reference.decode).add(
             reference.reference_id, reference.num_tokens, continued=reference.continued
         )
         heapq.heappush(self._deadlines, (reference.deadline_s, reference.reference_id))
-        for key in reference.boundaries:
-            self._link(key, reference.reference_id)
+        return self._enter(entry, supersedes)
+
+    def file_home(
+        self,
+        decode: str,
+        boundaries: tuple[ChainKey, ...],
+        conversation: str | None,
+        supersedes: Iterable[int] = (),
+    ) -> list[ClaimedReference]:
+        """Keep where a conversation lives, and no reference: who holds its KV can be asked."""
+        entry = _Entry(self.next_id(), decode, boundaries, conversation, None)
+        return self._enter(entry, supersedes)
+
+    def _enter(self, entry: _Entry, supersedes: Iterable[int]) -> list[ClaimedReference]:
+        released = [claimed for old in supersedes if (claimed := self._remove(old)) is not None]
+        self._entries[entry.entry_id] = entry
+        for key in entry.boundaries:
+            self._link(key, entry.entry_id)
         while self._is_over():
             evicted = self._remove(next(iter(self._entries)))
             if evicted is not None:
@@ -136,6 +167,7 @@ class Ledger:
         """
         self._expire(now_s)
         home: str | None = None
+        continued: int | None = None
         for key in reversed(boundaries):
             entries = [
                 entry
@@ -144,10 +176,12 @@ class Ledger:
             ]
             if home is None and entries:
                 home = entries[-1].decode
+                if entries[-1].boundaries[-1] == key:
+                    continued = entries[-1].entry_id
             live = [entry.reference for entry in entries if entry.reference is not None]
             if live:
-                return Found(home, _prove(live, prefixes))
-        return Found(home, ())
+                return Found(home, _prove(live, prefixes), continued)
+        return Found(home, (), continued)
 
     def claim(self, reference_id: int, now_s: float) -> ClaimedReference | None:
         """Take a reference for one use; None if it was claimed, dropped or has expired."""

@@ -33,6 +33,12 @@ class Metrics:
             ["why"],
             registry=self.registry,
         )
+        self.claims = Counter(
+            "kvloop_claims",
+            "Claims that prefill nodes made on decode nodes, by outcome",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.references = Counter(
             "kvloop_references",
             "KV references by what became of them",

@@ -25,6 +25,8 @@ class Receipt:
     prefill: str | None = None
     decode: str | None = None
     prompt_tokens: int | None = None
+    claimed_tokens: int | None = None
+    """Tokens that P asked decode nodes for, where it asks."""
     pulled_tokens: int = 0
     """Tokens that P read from D."""
     computed_tokens: int | None = None

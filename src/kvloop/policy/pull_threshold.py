@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvloop.policy.route import (
     Append,
+    Claim,
     DecodeNode,
     NoUsableNodeError,
     PrefillNode,
@@ -38,6 +39,9 @@ class PullThreshold:
         if not view.prefills:
             raise NoUsableNodeError("no prefill node is usable")
         prefill = view.prefills[view.turn_number % len(view.prefills)]
+        holders = _holders(view, prefill, decode)
+        if holders:
+            return Claim(prefill.name, decode.name, holders, "claim")
         if not view.pullables:
             return Recompute(prefill.name, decode.name, "nothing_proven")
         if not prefill.can_pull:
@@ -54,6 +58,14 @@ class PullThreshold:
         best = max(pullables, key=lambda pullable: pullable.num_tokens)
         gained = best.num_tokens - prefill.held_tokens
         return best if gained >= self.threshold_tokens else None
+
+
+def _holders(view: TurnView, prefill: PrefillNode, decode: DecodeNode) -> tuple[str, ...]:
+    """Whom to ask: where the conversation lives, then where it will be answered."""
+    if not view.may_claim or not prefill.claims:
+        return ()
+    granting = {node.name for node in view.decodes if node.grants} - prefill.barred
+    return tuple(name for name in dict.fromkeys((view.home, decode.name)) if name in granting)
 
 
 def _sticky(view: TurnView) -> DecodeNode:

@@ -17,6 +17,8 @@ class PrefillNode:
     """False if it is known not to run with `bidirectional_kv_xfer`: a pull would wait for ever."""
     barred: frozenset[str] = frozenset()
     """Decode nodes that it must not read from now."""
+    claims: bool = False
+    """Whether it can ask decode nodes for what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class DecodeNode:
     """A usable decode node."""
 
     name: str
+    grants: bool = False
+    """Whether it can be asked for what it holds, and pins nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class TurnView:
     """Most tokens first. Empty where reuse is off or nothing is proven."""
     home: str | None = None
     """Decode node of the conversation's last turn."""
+    may_claim: bool = False
+    """Whether this turn may read what decode nodes hold of its prompt."""
     without_prefill: str | None = None
     """The reason why P and D cannot share this request's prompt, if they cannot."""
 
@@ -77,6 +83,18 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """P asks decode nodes which prefix of the prompt they hold, reads that, computes the rest."""
+
+    prefill: str
+    decode: str
+    holders: tuple[str, ...]
+    """Decode nodes to ask, best first."""
+    why: str
+    kind: str = "pull"
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """D computes what it lacks by itself; no P takes part."""
 
@@ -85,7 +103,7 @@ class Append:
     kind: str = "append"
 
 
-Route: TypeAlias = Recompute | Pull | Append
+Route: TypeAlias = Recompute | Pull | Claim | Append
 
 
 class NoUsableNodeError(Exception):

@@ -58,9 +58,12 @@ def render_body(request: TurnRequest) -> bytes:
 
 
 def prefill_body(
-    request: TurnRequest, prompt: PromptIds | None, reference: dict[str, Any] | None
+    request: TurnRequest, prompt: PromptIds | None, reuse: dict[str, Any] | None
 ) -> bytes:
-    """P's request: compute the prompt (reading ``reference``'s tokens, if given), keep its KV."""
+    """P's request: compute the prompt, keep its KV.
+
+    ``reuse``: what tells P where it may read some of it, a reference or holders to ask.
+    """
     owned = PREFILL_OWNS if prompt is None else PREFILL_OWNS | PREFILL_OWNS_WITH_IDS
     body = {name: value for name, value in request.body.items() if name not in owned}
     body["max_tokens"] = 1
@@ -69,7 +72,7 @@ def prefill_body(
     body["stream"] = False
     if prompt is not None and body.get("tools"):
         body["tool_choice"] = "none"  # vLLM's default for tools, "auto", needs a parser on P
-    params = {**(reference or {}), **cold_prefill_params()}
+    params = {**(reuse or {}), **cold_prefill_params()}
     return _encode(request, body, params, prompt)
 
 

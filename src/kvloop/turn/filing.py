@@ -48,6 +48,8 @@ def _file(
     services: Services,
 ) -> str:
     params = end.params
+    if decode.facts is not None and decode.facts.claims:
+        return _file_home(request, prompt, decode, supersedes, services)
     if end is NOTHING_SAID:
         return "not_told"
     if params is None:
@@ -83,6 +85,25 @@ def _file(
     release_claimed(services.ledger.file(reference, supersedes), "superseded", services)
     relieve(decode, services)
     return "filed" if end.token_ids is not None else "filed_prompt_only"
+
+
+def _file_home(
+    request: TurnRequest,
+    prompt: ProvenPrompt | None,
+    decode: Engine,
+    supersedes: Collection[int],
+    services: Services,
+) -> str:
+    """This D can be asked for what it holds: all that is kept is that the conversation is there."""
+    if prompt is None:
+        return request.without_reuse or "tokens_unknown"
+    if request.is_last or not prompt.boundaries:
+        return "conversation_ended" if request.is_last else "no_boundary"
+    fallen = services.ledger.file_home(
+        decode.url, tuple(prompt.boundaries), request.conversation, supersedes
+    )
+    release_claimed(fallen, "superseded", services)
+    return "home"
 
 
 def _unwanted(request: TurnRequest, prompt: ProvenPrompt | None) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvloop.ledger.memory import NOTHING_FOUND, Found
 from kvloop.policy.route import (
+    Claim,
     DecodeNode,
     Policy,
     PrefillNode,
@@ -58,8 +59,19 @@ class Plan:
     """The claimed reference, trimmed to what is proven: goes to P, once."""
     claimed: ClaimedReference | None = None
     """The same as D gave it: its deadline, and its release should P refuse."""
+    holders: tuple[tuple[str, int], ...] = ()
+    """Claim addresses of the decode nodes that P is to ask."""
     supersedes: tuple[int, ...] = ()
-    """Ledger entries that this turn's own reference will replace."""
+    """Ledger entries that this turn's own entry will replace."""
+
+    @property
+    def source(self) -> str:
+        """Decode node that P reads from, or asks first. Raises ValueError if it reads nothing."""
+        if self.claimed is not None:
+            return self.claimed.reference.decode
+        if isinstance(self.route, Claim):
+            return self.route.holders[0]
+        raise ValueError(f"a {self.route.kind} reads nothing")
 
 
 def boundaries_of(request: TurnRequest, prefixes: Prefixes) -> list[ChainKey]:
@@ -90,14 +102,18 @@ def make_plan(
         turn_number=turn_number,
         prompt_tokens=len(prompt.ids) if prompt is not None else None,
         prefills=tuple(_prefill_node(engine, prompt, pairs, now_s) for engine in prefills),
-        decodes=tuple(DecodeNode(engine.url) for engine in decodes),
+        decodes=tuple(_decode_node(engine) for engine in decodes),
         pullables=_pullables(found, prompt, usable_decodes),
         home=found.home,
+        may_claim=request.reuse,
         without_prefill=request.without_prefill,
     )
     route = policy.decide(view)
     if isinstance(route, Pull):
         return _claim(route, found, ledger, now_s)
+    if isinstance(route, Claim):
+        holders = _addresses(route.holders, decodes)
+        return Plan(route, holders=holders, supersedes=_continued(found))
     return Plan(route, supersedes=_continued(found))
 
 
@@ -109,6 +125,23 @@ def _prefill_node(
         held_tokens=engine.residency.held_tokens(prompt.prefixes) if prompt is not None else 0,
         can_pull=engine.facts is not None and engine.facts.can_pull,
         barred=pairs.barred(engine.url, now_s),
+        claims=engine.facts is not None and engine.facts.claims,
+    )
+
+
+def _decode_node(engine: Engine) -> DecodeNode:
+    grants = engine.facts is not None and bool(engine.facts.claim_addresses)
+    return DecodeNode(engine.url, grants)
+
+
+def _addresses(names: Sequence[str], decodes: Sequence[Engine]) -> tuple[tuple[str, int], ...]:
+    """Claim addresses of these decode nodes, in their order."""
+    by_name = {engine.url: engine for engine in decodes}
+    return tuple(
+        address
+        for name in names
+        if (facts := by_name[name].facts) is not None
+        for address in facts.claim_addresses
     )
 
 
@@ -142,6 +175,9 @@ def _continued(found: Found) -> tuple[int, ...]:
 
     A reference of which it is only a branch stays: its own conversation may go on.
     """
-    return tuple(
+    continued = [
         candidate.reference.reference_id for candidate in found.candidates if candidate.is_continued
-    )
+    ]
+    if found.continued_home is not None and not continued:
+        continued.append(found.continued_home)
+    return tuple(continued)

@@ -20,24 +20,31 @@ from kvloop.engines.client import (
     EngineUnreachableError,
     Reply,
 )
-from kvloop.policy.route import Pull
 from kvloop.turn.bodies import prefill_body
 from kvloop.turn.errors import EngineRefusedError, TurnFailedError
 from kvloop.turn.filing import release_prefilled
 from kvloop.turn.slots import slot
-from kvloop.wire import REFERENCE_FIELDS, REMOTE_CACHED_TOKENS
+from kvloop.wire import CLAIM_HOLDERS, CLAIM_REPORT, REFERENCE_FIELDS, REMOTE_CACHED_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvloop.engines.fleet import Engine
     from kvloop.observe.receipt import Receipt
-    from kvloop.turn.claim import Claim
+    from kvloop.turn.attachment import Attachment
     from kvloop.turn.plan import Plan, ProvenPrompt
     from kvloop.turn.request import TurnRequest
     from kvloop.turn.services import Services
 
 logger = logging.getLogger("kvloop.turn")
+
+
+class ClaimReport(msgspec.Struct):
+    """What P's connector says of its claim (:func:`kvloop.wire.claim_report`)."""
+
+    asked_tokens: int = 0
+    granted_tokens: int = 0
+    why: str = ""
 
 
 class _Usage(msgspec.Struct):
@@ -59,13 +66,15 @@ class Prefilled:
     prompt_tokens: int | None
     cached_tokens: int | None
     """Prompt tokens that P did not compute: read from D or found in its own cache."""
+    claim: ClaimReport | None = None
+    """What became of P's claim, where it made one."""
 
 
 async def run_prefill(
     request: TurnRequest,
     prompt: ProvenPrompt | None,
     plan: Plan,
-    claim: Claim,
+    attachment: Attachment,
     prefills: Sequence[Engine],
     receipt: Receipt,
     services: Services,
@@ -73,8 +82,8 @@ async def run_prefill(
     """Run the P leg. Raises EngineRefusedError or TurnFailedError."""
     chosen = _first(prefills, receipt.prefill)
     async with slot(chosen, services):
-        if isinstance(plan.route, Pull) and plan.attach is not None:
-            pulled = await _pull(request, prompt, plan, claim, chosen, receipt, services)
+        if plan.attach is not None or plan.holders:
+            pulled = await _pull(request, prompt, plan, attachment, chosen, receipt, services)
             if pulled is not None:
                 return pulled
             receipt.route = "recompute"
@@ -87,26 +96,29 @@ async def _pull(
     request: TurnRequest,
     prompt: ProvenPrompt | None,
     plan: Plan,
-    claim: Claim,
+    attachment: Attachment,
     engine: Engine,
     receipt: Receipt,
     services: Services,
 ) -> Prefilled | None:
-    """P's leg with the reference attached; None if it must be done again cold."""
-    if not claim.in_time(services.clock()):
+    """P's leg with a reference or holders to ask; None if it must be done again cold."""
+    reuse = plan.attach
+    if reuse is None:
+        reuse = {CLAIM_HOLDERS: plan.holders}
+    elif not attachment.in_time(services.clock()):
         receipt.why = "reference_lapsed"
-        claim.release()
+        attachment.release()
         return None
-    body = prefill_body(request, prompt.ids if prompt else None, plan.attach)
-    breaker = services.pairs.breaker(engine.url, claim.decode)
-    claim = claim.hand_over()  # it ends with the leg, which may outlive the turn
+    body = prefill_body(request, prompt.ids if prompt else None, reuse)
+    breaker = services.pairs.breaker(engine.url, plan.source)
+    attachment = attachment.hand_over()  # it ends with the leg, which may outlive the turn
 
     def left(reply: Reply | None) -> None:
         breaker.undecided()
         if reply is not None and reply.status == 200:
-            claim.was_read()
+            attachment.was_read()
             release_prefilled(_read(engine, reply).params, services)
-        claim.release()
+        attachment.release()
 
     breaker.began(services.clock())
     try:
@@ -121,14 +133,14 @@ async def _pull(
         if reply.status == 200:
             breaker.succeeded()
             engine.breaker.succeeded()
-            claim.was_read()
+            attachment.was_read()
             return _read(engine, reply)
         receipt.cold_retry = f"status_{reply.status}"
         if reply.status >= 500:
             breaker.failed(services.clock())
         else:
             breaker.undecided()
-    claim.release()
+    attachment.release()
     receipt.why = "pull_refused"
     services.metrics.cold_retries.labels(why=receipt.cold_retry).inc()
     logger.warning(
@@ -236,12 +248,14 @@ def _read(engine: Engine, reply: Reply) -> Prefilled:
         # D would trip over it (AssertionError in its scheduler); it can compute by itself.
         logger.warning("prefill node %s kept no blocks for the decode node", engine.url)
         params = None
+    report = params.pop(CLAIM_REPORT, None) if params is not None else None
     cached = params.get(REMOTE_CACHED_TOKENS) if params is not None else None
     return Prefilled(
         engine=engine,
         params=params,
         prompt_tokens=answer.usage.prompt_tokens if answer.usage is not None else None,
         cached_tokens=cached if isinstance(cached, int) else None,
+        claim=msgspec.convert(report, ClaimReport) if report is not None else None,
     )
 
 

@@ -12,9 +12,9 @@ from kvloop.engines.client import EngineError, EngineTimeoutError
 from kvloop.engines.fleet import serving
 from kvloop.engines.sse import EventTooLargeError
 from kvloop.observe.receipt import Receipt
-from kvloop.policy.route import Append, NoUsableNodeError, Pull
+from kvloop.policy.route import Append, Claim, NoUsableNodeError, Pull
 from kvloop.turn.answer_stream import AnswerEnd, AnswerStream, take_from_body
-from kvloop.turn.claim import Claim
+from kvloop.turn.attachment import Attachment
 from kvloop.turn.decode_leg import open_decode
 from kvloop.turn.errors import EngineRefusedError, TurnFailedError
 from kvloop.turn.filing import file_reference
@@ -107,10 +107,12 @@ class TurnRunner:
         _note_plan(receipt, plan, request, prompt)
         ordered = sorted(decodes, key=lambda engine: engine.url != plan.route.decode)
         async with AsyncExitStack() as held:
-            with Claim(plan.claimed, services) as claim:
+            with Attachment(plan.claimed, services) as attachment:
                 # D's place first: what P keeps for D must not wait for D.
                 await held.enter_async_context(slot(ordered[0], services))
-                prefilled = await self._prefill(request, prompt, plan, claim, prefills, receipt)
+                prefilled = await self._prefill(
+                    request, prompt, plan, attachment, prefills, receipt
+                )
             leg = open_decode(request, prompt, prefilled, ordered, receipt, services)
             decode, reply = await held.enter_async_context(leg)
 
@@ -142,7 +144,7 @@ class TurnRunner:
         request: TurnRequest,
         prompt: ProvenPrompt | None,
         plan: Plan,
-        claim: Claim,
+        attachment: Attachment,
         prefills: Sequence[Engine],
         receipt: Receipt,
     ) -> Prefilled | None:
@@ -150,7 +152,7 @@ class TurnRunner:
             return None
         started_s = self._services.clock()
         prefilled = await run_prefill(
-            request, prompt, plan, claim, prefills, receipt, self._services
+            request, prompt, plan, attachment, prefills, receipt, self._services
         )
         receipt.prefill_s = self._services.clock() - started_s
         _note_prefill(receipt, prefilled, plan, self._services)
@@ -254,6 +256,19 @@ def _note_plan(
     receipt.prompt_tokens = len(prompt.ids) if prompt is not None else None
 
 
+def _note_claim(receipt: Receipt, prefilled: Prefilled, services: Services) -> None:
+    """What P asked for and got; a claim that got nothing was a recompute."""
+    report = prefilled.claim
+    if report is None:
+        receipt.route, receipt.why = "recompute", "claim_not_reported"
+        return
+    receipt.claimed_tokens = report.asked_tokens
+    receipt.pulled_tokens = report.granted_tokens
+    services.metrics.claims.labels(outcome=report.why).inc()
+    if report.granted_tokens == 0:
+        receipt.route, receipt.why = "recompute", f"claim_{report.why}"
+
+
 def _note_prefill(receipt: Receipt, prefilled: Prefilled, plan: Plan, services: Services) -> None:
     receipt.prefill = prefilled.engine.url
     receipt.prompt_tokens = prefilled.prompt_tokens or receipt.prompt_tokens
@@ -265,6 +280,8 @@ def _note_prefill(receipt: Receipt, prefilled: Prefilled, plan: Plan, services: 
     if receipt.route == "pull" and isinstance(plan.route, Pull):
         # P reads what its own cache lacks; how much that had, only its metrics say.
         receipt.pulled_tokens = min(cached, plan.route.num_tokens)
+    if receipt.route == "pull" and isinstance(plan.route, Claim):
+        _note_claim(receipt, prefilled, services)
     tokens.labels(source="pulled").inc(receipt.pulled_tokens)
     tokens.labels(source="cached").inc(cached - receipt.pulled_tokens)
     tokens.labels(source="computed").inc(receipt.computed_tokens)

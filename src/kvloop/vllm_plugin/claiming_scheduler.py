@@ -26,7 +26,13 @@ from kvloop.vllm_plugin.claims.endpoint import Endpoint
 from kvloop.vllm_plugin.claims.holder import Holder, Whereabouts
 from kvloop.vllm_plugin.claims.leases import Leases
 from kvloop.vllm_plugin.claims.messages import Terms, Wire, seed_fingerprint
-from kvloop.wire import CLAIM_HOLDERS, CLAIM_PORT_OFFSET, CLAIM_REQUEST_PREFIX
+from kvloop.wire import (
+    CLAIM_HOLDERS,
+    CLAIM_PORT_OFFSET,
+    CLAIM_REPORT,
+    CLAIM_REQUEST_PREFIX,
+    claim_report,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,9 +96,9 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         extra = vllm_config.kv_transfer_config.get_from_extra_config
-        self._claim_port = int(
-            extra("kvloop_claim_port", self.side_channel_port + CLAIM_PORT_OFFSET)
-        )
+        rank = vllm_config.parallel_config.data_parallel_index
+        first_port = self.side_channel_port - rank + CLAIM_PORT_OFFSET
+        self._claim_port = int(extra("kvloop_claim_port", first_port)) + rank
         self._deadline_s = float(extra("kvloop_claim_deadline_s", 0.5))
         self._secret = str(extra("kvloop_claim_secret", ""))
         self._said: set[str] = set()
@@ -168,27 +174,37 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
             return matched
         self._take_answers(sides)
         if not params.get(_ASKED):
-            if not self._ask(sides.claimant, request, num_computed_tokens, params[CLAIM_HOLDERS]):
+            params[_ASKED] = self._ask(sides.claimant, request, num_computed_tokens, params)
+            if not params[_ASKED]:
+                del params[CLAIM_HOLDERS]  # what P itself holds and lacks will not change much
                 return 0, False
-            params[_ASKED] = True
         outcome = sides.claimant.outcome(request.request_id, time.monotonic())
         if outcome is None:
             return None, False
         if isinstance(outcome, Refused):
             self._say(outcome.reasons)
+            params[CLAIM_REPORT]["why"] = ",".join(sorted(set(outcome.reasons)))
+            del params[CLAIM_HOLDERS]
             return 0, False
         return self._use(request.request_id, params, outcome, num_computed_tokens)
 
     def _ask(
-        self, claimant: Claimant, request: Request, num_computed_tokens: int, holders: Any
+        self,
+        claimant: Claimant,
+        request: Request,
+        num_computed_tokens: int,
+        params: dict[str, Any],
     ) -> bool:
         """Ask; False if there is nothing that would be worth it."""
         first = num_computed_tokens // self.block_size
         # The last prompt token is computed in any case: its logits start the answer.
         end = (request.num_prompt_tokens - 1) // self.block_size
-        if (end - first) * self.block_size < max(1, self.kv_recompute_threshold):
+        wanted = (end - first) * self.block_size
+        params[CLAIM_REPORT] = claim_report(wanted, 0, "below_threshold")
+        if wanted < max(1, self.kv_recompute_threshold):
             return False
-        addresses = _addresses(holders)[:_MAX_HOLDERS]
+        addresses = _addresses(params[CLAIM_HOLDERS])[:_MAX_HOLDERS]
+        params[CLAIM_REPORT]["why"] = "no_holder"
         hashes = [bytes(one) for one in request.block_hashes[first:end]]
         if not addresses or not hashes:
             return False
@@ -204,8 +220,11 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
         was_read = bool(params.get("_remote_blocks_processed"))  # and the read has failed
         if was_read or not reaches_back or count < max(1, self.kv_recompute_threshold):
             self._over(request_id)
+            params[CLAIM_REPORT]["why"] = "read_failed" if was_read else "too_little"
+            del params[CLAIM_HOLDERS]
             return 0, False
         grant = granted.grant
+        params[CLAIM_REPORT] = claim_report(params[CLAIM_REPORT]["asked_tokens"], count, "granted")
         params.update(
             remote_block_ids=grant.block_ids,
             remote_engine_id=grant.engine_id,
@@ -259,8 +278,10 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
             self._stop_heartbeat(request.request_id)
             self._reqs_not_processed.add(request.request_id)
             return False, None
-        finished: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        return finished
+        delay_free, given = super().request_finished(request, block_ids)
+        if given is not None and params and CLAIM_REPORT in params:
+            given[CLAIM_REPORT] = params[CLAIM_REPORT]
+        return delay_free, given
 
     def shutdown(self) -> None:
         """Close the sockets, too."""

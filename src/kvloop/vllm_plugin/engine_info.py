@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Gauge
 
-from kvloop.wire import ENGINE_INFO_METRIC
+from kvloop.wire import CLAIM_CONNECTOR, CLAIM_PORT_OFFSET, ENGINE_INFO_METRIC
 
 logger = logging.getLogger("vllm.kvloop")
 
@@ -39,6 +39,8 @@ def labels_of(vllm_config: Any) -> dict[str, str]:
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     extra: dict[str, Any] = getattr(transfer, "kv_connector_extra_config", None) or {}
     return {
+        "claim_host": _claim_host(transfer),
+        "claim_ports": _claim_ports(vllm_config, transfer, extra),
         "kv_connector": str(getattr(transfer, "kv_connector", "") or ""),
         "kv_role": str(getattr(transfer, "kv_role", "") or ""),
         "engine_id": str(getattr(transfer, "engine_id", "") or ""),
@@ -49,6 +51,25 @@ def labels_of(vllm_config: Any) -> dict[str, str]:
             extra.get("kv_recompute_threshold", DEFAULT_RECOMPUTE_THRESHOLD)
         ),
     }
+
+
+def _claim_host(transfer: Any) -> str:
+    if getattr(transfer, "kv_connector", None) != CLAIM_CONNECTOR:
+        return ""
+    from vllm import envs
+
+    return str(envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
+
+
+def _claim_ports(vllm_config: Any, transfer: Any, extra: dict[str, Any]) -> str:
+    """Where this engine answers claims, one port for each data-parallel rank, with commas."""
+    if getattr(transfer, "kv_connector", None) != CLAIM_CONNECTOR:
+        return ""
+    from vllm import envs
+
+    first = extra.get("kvloop_claim_port", envs.VLLM_NIXL_SIDE_CHANNEL_PORT + CLAIM_PORT_OFFSET)
+    ranks = int(getattr(vllm_config.parallel_config, "data_parallel_size", 1) or 1)
+    return ",".join(str(int(first) + rank) for rank in range(ranks))
 
 
 def publish(vllm_config: Any) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvloop.turn.services import Services
 
 
-class Claim:
+class Attachment:
     """Use as a context manager around all that may use the reference; released if nobody did."""
 
     def __init__(self, claimed: ClaimedReference | None, services: Services) -> None:
@@ -27,13 +27,6 @@ class Claim:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    @property
-    def decode(self) -> str:
-        """The decode node that pins it. Raises ValueError if there is nothing to attach."""
-        if self._claimed is None:
-            raise ValueError("this turn has no claimed reference")
-        return self._claimed.reference.decode
 
     def in_time(self, now_s: float) -> bool:
         """Whether P may still be sent to read it."""
@@ -52,8 +45,8 @@ class Claim:
             release(claimed.reference_id, claimed.reference.decode, claimed.params, self._services)
             self._claimed = None
 
-    def hand_over(self) -> Claim:
-        """The claim for whoever sees to it when this turn has ended."""
-        heir = Claim(self._claimed, self._services)
+    def hand_over(self) -> Attachment:
+        """The attachment for whoever sees to it when this turn has ended."""
+        heir = Attachment(self._claimed, self._services)
         self._claimed = None
         return heir
