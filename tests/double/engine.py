@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from tests.double import transfer
+from tests.double.exchange import ORIGIN
 from tests.double.fabric import DiedError, Fabric, HangError, LoadFailedError, RefusedError
 from tests.double.kv import KVMemory, OutOfBlocksError, next_kv
 from tests.double.sampler import PLAIN, Style, identity_seed, reference_answer, sample
@@ -91,6 +92,8 @@ class Engine:
         self.kv_recompute_threshold = 64
         self.lease_s = 30.0
         self.max_model_len = 100_000
+        self.poll_s = 0.002
+        """Between two looks of a waiting request whether there is memory for it."""
         self.native_stream_reference = False
         self.renders = True
         self.reports_cached_tokens = False
@@ -230,7 +233,7 @@ class Sequence:
         ends: frozenset[int],
     ) -> None:
         self.engine, self.memory = engine, engine.memory
-        self.request_id, self.seed = request_id, seed
+        self.request_id, self.seed, self.origin = request_id, seed, ORIGIN.get()
         self.prompt, self.max_tokens, self.asked, self.ends = prompt, max_tokens, asked, ends
         self.table: list[int] = []
         self.output: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tests.double.engine import Engine
@@ -40,6 +40,17 @@ class HangError(Exception):
     """The request waits for a load that nobody starts."""
 
 
+class Handover(NamedTuple):
+    """One read of one engine's blocks by another."""
+
+    producer: str
+    request_id: str
+    """Of the producer; empty for a claim."""
+    produced_for: str
+    read_for: str
+    """Clients' request ids."""
+
+
 @dataclass
 class Fabric:
     """NIXL between the engines, and a clock that stands still until ``now_s`` is moved.
@@ -51,6 +62,8 @@ class Fabric:
     source: Callable[[], float] | None = None
     engines: dict[str, Engine] = field(default_factory=dict)
     read_tokens: int = 0
+    handovers: list[Handover] = field(default_factory=list)
+    """Every read so far."""
     ports: Iterator[int] = field(default_factory=lambda: itertools.count(5600))
 
     def clock(self) -> float:

@@ -48,6 +48,8 @@ class Pin:
     ends_s: float
     num_tokens: int = 0
     tracked: bool = True
+    origin: str = ""
+    """The client's request id."""
 
 
 class OutOfBlocksError(Exception):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from tests.double.fabric import HangError, LoadFailedError
+from tests.double.exchange import ORIGIN
+from tests.double.fabric import Handover, HangError, LoadFailedError
 from tests.double.kv import Pin
 
 if TYPE_CHECKING:
@@ -103,6 +104,12 @@ def _read(engine: Engine, asked: dict[str, Any], table: list[int], num_tokens: i
     if needed > len(remote):
         engine.die()  # _apply_prefix_caching asserts that there are enough
     producer.expire()
+    request_id = asked["remote_request_id"]
+    pin = producer.memory.pins.get(request_id)
+    produced_for = pin.origin if pin is not None else ""
+    engine.fabric.handovers.append(
+        Handover(producer.engine_id, request_id, produced_for, ORIGIN.get())
+    )
     for block in remote[-needed:]:
         engine.memory.copy_in(table, producer.memory, block)
     engine.fabric.read_tokens += num_tokens
@@ -150,7 +157,7 @@ def keep(engine: Engine, sequence: Sequence) -> dict[str, Any] | None:
     tracked = is_prefill or bool(asked.get("do_remote_prefill"))
     ends_s = engine.now_s + (engine.lease_s if is_prefill else engine.ttl_s)
     num_tokens = sequence.num_computed
-    engine.memory.pin(sequence.request_id, Pin(table, ends_s, num_tokens, tracked))
+    engine.memory.pin(sequence.request_id, Pin(table, ends_s, num_tokens, tracked, sequence.origin))
     given: dict[str, Any] = {
         "do_remote_prefill": is_prefill,
         "do_remote_decode": not is_prefill,

@@ -6,30 +6,28 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import web
-
 from tests.double import answers, transfer
 from tests.double.answers import CHAT, Choice
 from tests.double.engine import Engine, HangError, OutOfBlocksError, RefusedError, Sequence
+from tests.double.exchange import Exchange, Whole
 from tests.double.prompts import chat_prompt, completion_prompts, given_ids, media_of
-
-_POLL_S = 0.002
 
 
 async def answer(
-    engine: Engine, request: web.Request, body: dict[str, Any], kind: str
-) -> web.StreamResponse:
-    """vLLM's answer. Raises RefusedError for what is answered with an error."""
+    engine: Engine, exchange: Exchange, body: dict[str, Any], kind: str
+) -> Whole | None:
+    """vLLM's answer; None if it was streamed. Raises RefusedError for an error."""
     params = body.get("kv_transfer_params")
     try:
-        if await _misbehaves(engine, request):
-            return web.Response(status=500)
+        if await _misbehaves(engine, exchange):
+            return None
         prompts = _checked(engine, body, params, kind)
     except (RefusedError, asyncio.CancelledError):
         transfer.reject(engine, params)
         raise
     if body.get("stream"):
-        return await _stream(engine, request, body, prompts, kind)
+        await _stream(engine, exchange, body, prompts, kind)
+        return None
     choices: list[Choice] = []
     try:
         await _begin(engine, body, prompts, choices)
@@ -42,8 +40,7 @@ async def answer(
     except asyncio.CancelledError:
         _abandon(engine, choices, params)
         raise
-    text = answers.compact(answers.whole(body, choices, kind))
-    return web.Response(text=text, content_type="application/json")
+    return Whole(200, answers.compact(answers.whole(body, choices, kind)))
 
 
 def check_model(engine: Engine, body: dict[str, Any]) -> None:
@@ -60,7 +57,7 @@ def max_tokens(engine: Engine, body: dict[str, Any]) -> int:
     )
 
 
-async def _misbehaves(engine: Engine, request: web.Request) -> bool:
+async def _misbehaves(engine: Engine, exchange: Exchange) -> bool:
     """What the knobs do before anything is looked at; True if the connection is gone."""
     if engine.hold is not None:
         await engine.hold.wait()
@@ -68,8 +65,7 @@ async def _misbehaves(engine: Engine, request: web.Request) -> bool:
         await asyncio.sleep(engine.answer_delay_s)
     if engine.break_next:
         engine.break_next -= 1
-        assert request.transport is not None
-        request.transport.close()
+        exchange.break_off()
         return True
     return False
 
@@ -128,7 +124,7 @@ async def _scheduled(engine: Engine, body: dict[str, Any], prompt: list[int]) ->
                     )
                 except OutOfBlocksError:
                     transfer.heartbeat(engine, params)
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(engine.poll_s)
                 except HangError:
                     await asyncio.Event().wait()
     except TimeoutError as error:
@@ -166,40 +162,37 @@ def _abandon(engine: Engine, choices: list[Choice], params: Any) -> None:
 
 async def _stream(
     engine: Engine,
-    request: web.Request,
+    exchange: Exchange,
     body: dict[str, Any],
     prompts: list[list[int]],
     kind: str,
-) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
+) -> None:
+    await exchange.begin()
     choices: list[Choice] = []
     number, unsent = 0, b""
     try:
         async for event in _events(engine, body, prompts, choices, kind):
             if number == engine.pause_stream_after:
                 await asyncio.Event().wait()  # only its reader's leaving ends it
-            if number == engine.break_stream_after and request.transport is not None:
+            if number == engine.break_stream_after:
                 _abort(choices)
-                request.transport.close()
-                return response
+                exchange.break_off()
+                return
             number, unsent = number + 1, unsent + event.encode()
             if number % engine.merge_events == 0:
-                await _send(engine, response, unsent)
+                await _send(engine, exchange, unsent)
                 unsent = b""
-        await _send(engine, response, unsent)
+        await _send(engine, exchange, unsent)
     except (asyncio.CancelledError, ConnectionError):
         _abandon(engine, choices, body.get("kv_transfer_params"))
         raise
-    await response.write_eof()
-    return response
+    await exchange.end()
 
 
-async def _send(engine: Engine, response: web.StreamResponse, data: bytes) -> None:
-    """Each piece is one HTTP chunk."""
+async def _send(engine: Engine, exchange: Exchange, data: bytes) -> None:
     if data:
         for piece in engine.cut_stream(data):
-            await response.write(piece)
+            await exchange.write(piece)
 
 
 async def _events(
