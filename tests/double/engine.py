@@ -226,7 +226,7 @@ class Sequence:
         engine: Engine,
         *,
         request_id: str,
-        seed: bytes,
+        seed: int,
         prompt: list[int],
         max_tokens: int,
         asked: dict[str, Any],

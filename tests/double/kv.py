@@ -10,30 +10,45 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-START = b"start"
-RUBBISH = b"rubbish"
-
-
-def next_kv(before: bytes, token: int) -> bytes:
-    """KV of ``token`` after KV ``before``."""
-    return hashlib.blake2b(before + token.to_bytes(8, "little"), digest_size=8).digest()
+RUBBISH = 0x0BAD
+_MASK = (1 << 61) - 1
+_HASHED = 0x4A5C  # block hashes are no KV
 
 
-def chain(seed: bytes, token_ids: list[int]) -> bytes:
+def seed_of(identity: str) -> int:
+    """Where the KV of an identity's prompts starts."""
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _MASK
+
+
+def next_kv(before: int, token: int) -> int:
+    """KV of ``token`` after KV ``before``: a hash, and the same one in every process."""
+    return hash((before, token)) & _MASK
+
+
+def chain(seed: int, token_ids: Iterable[int]) -> int:
     """KV of the last of ``token_ids``, computed from nothing."""
     kv = seed
     for token in token_ids:
-        kv = next_kv(kv, token)
+        kv = hash((kv, token)) & _MASK
     return kv
+
+
+@lru_cache(1 << 17)
+def _block_chain(seed: int, token_ids: tuple[int, ...]) -> int:
+    """:func:`chain` over one block: the same blocks come again and again."""
+    return chain(seed, token_ids)
 
 
 @dataclass
 class Block:
     """Physical memory: what was last written stays until it is overwritten."""
 
-    kv: list[bytes] = field(default_factory=list)
+    kv: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -66,12 +81,14 @@ class KVMemory:
         self.blocks = [Block() for _ in range(num_blocks)]
         # Least recently freed first; what is cached stays so until its block is taken.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cached: dict[bytes, int] = {}
-        self.hash_of: dict[int, bytes] = {}
+        self.cached: dict[int, int] = {}
+        self.hash_of: dict[int, int] = {}
         self.users = [0] * num_blocks
         self.pins: dict[str, Pin] = {}
         self.queried_tokens = 0
         self.hit_tokens = 0
+        self.poisoned = 0
+        """Blocks that were cached under the hash of tokens that are not in them."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return math.ceil(num_tokens / self.block_size)
@@ -127,7 +144,7 @@ class KVMemory:
         self.blocks[block].kv = list(remote.blocks[remote_block].kv)
         table.append(block)
 
-    def write(self, table: list[int], kv: bytes, position: int) -> None:
+    def write(self, table: list[int], kv: int, position: int) -> None:
         number, offset = divmod(position, self.block_size)
         if number == len(table):
             table.append(self.allocate())
@@ -135,7 +152,7 @@ class KVMemory:
         held.extend([RUBBISH] * (offset + 1 - len(held)))
         held[offset] = kv
 
-    def read(self, table: list[int], position: int) -> bytes:
+    def read(self, table: list[int], position: int) -> int:
         """What lies at a position; rubbish where nothing was ever written."""
         number, offset = divmod(position, self.block_size)
         held = self.blocks[table[number]].kv
@@ -143,7 +160,7 @@ class KVMemory:
 
     # Prefix cache
 
-    def lookup(self, seed: bytes, token_ids: list[int]) -> list[int]:
+    def lookup(self, seed: int, token_ids: list[int]) -> list[int]:
         """Cached leading blocks of a prompt. At least one token is always left to compute."""
         found: list[int] = []
         if self.prefix_caching:
@@ -154,7 +171,7 @@ class KVMemory:
                 found.append(block)
         return found
 
-    def hit(self, seed: bytes, token_ids: list[int]) -> list[int]:
+    def hit(self, seed: int, token_ids: list[int]) -> list[int]:
         """As :meth:`lookup`, taken into use and counted."""
         found = self.lookup(seed, token_ids)
         for block in found:
@@ -165,23 +182,34 @@ class KVMemory:
             self.hit_tokens += len(found) * self.block_size
         return found
 
-    def shortage(self, seed: bytes, prompt: list[int], num_tokens: int, promised: int) -> int:
+    def shortage(self, seed: int, prompt: list[int], num_tokens: int, promised: int) -> int:
         """Blocks lacking for a request of ``num_tokens`` beside those promised to others."""
         found = self.lookup(seed, prompt)
         free = len(self.free) - sum(block in self.free for block in found)
         return self.blocks_for(num_tokens) + promised - len(found) - free
 
-    def file(self, seed: bytes, token_ids: list[int], table: list[int]) -> None:
+    def file(self, seed: int, token_ids: list[int], table: list[int]) -> None:
         """File a request's full blocks under what their tokens *should* have made of them."""
-        if self.prefix_caching:
-            for known_as, block in zip(self._hashes(seed, token_ids), table, strict=False):
-                if known_as not in self.cached and block not in self.hash_of:
-                    self.cached[known_as] = block
-                    self.hash_of[block] = known_as
+        if not self.prefix_caching:
+            return
+        hashes, truths = self._hashes(seed, token_ids), self._truths(seed, token_ids)
+        for known_as, truth, block in zip(hashes, truths, table, strict=False):
+            if known_as not in self.cached and block not in self.hash_of:
+                self.cached[known_as] = block
+                self.hash_of[block] = known_as
+                self.poisoned += self.blocks[block].kv[self.block_size - 1] != truth
 
-    def _hashes(self, seed: bytes, token_ids: list[int]) -> list[bytes]:
-        kv, hashes = seed + b"hash", []
-        for start in range(0, len(token_ids) // self.block_size * self.block_size, self.block_size):
-            kv = chain(kv, token_ids[start : start + self.block_size])
-            hashes.append(kv)
+    def _hashes(self, seed: int, token_ids: list[int]) -> list[int]:
+        known_as, hashes, size = next_kv(seed, _HASHED), [], self.block_size
+        for start in range(0, len(token_ids) // size * size, size):
+            known_as = _block_chain(known_as, tuple(token_ids[start : start + size]))
+            hashes.append(known_as)
         return hashes
+
+    def _truths(self, seed: int, token_ids: list[int]) -> list[int]:
+        """KV that the last token of each full block should have."""
+        kv, truths, size = seed, [], self.block_size
+        for start in range(0, len(token_ids) // size * size, size):
+            kv = _block_chain(kv, tuple(token_ids[start : start + size]))
+            truths.append(kv)
+        return truths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.double.kv import START, chain, next_kv
+from tests.double.kv import chain, next_kv, seed_of
 from tests.double.tokens import IM_END, encode, pair
 
 _FREE = None
@@ -23,7 +23,7 @@ class Style:
     thinks: bool = False
     calls_tools: bool = False
     pairs: bool = False
-    ends: int = 61
+    ends: int = 499
 
     def script(self) -> _Script:
         """Tokens that are given, and those that come from KV, up to where letters go on freely."""
@@ -39,20 +39,19 @@ class Style:
 PLAIN = Style()
 
 
-def identity_seed(salt: str = "", adapter: str = "", media: str = "") -> bytes:
+def identity_seed(salt: str = "", adapter: str = "", media: str = "") -> int:
     """Where a chain starts: different adapters, salts and media never share KV."""
-    tail = f"\0{adapter}\0{media}".encode() if adapter or media else b""
-    return START + salt.encode() + tail
+    return seed_of(f"{salt}\0{adapter}\0{media}")
 
 
-def sample(kv: bytes, number: int, style: Style = PLAIN) -> int:
+def sample(kv: int, number: int, style: Style = PLAIN) -> int:
     """The answer's token ``number``, greedily."""
     script = style.script()
     scripted = number < len(script)
     given = script[number] if scripted else None
     if given is not None:
         return given
-    drawn = int.from_bytes(kv, "little")
+    drawn = kv
     if not scripted and drawn % style.ends == 0:
         return IM_END
     first = drawn // style.ends % 26

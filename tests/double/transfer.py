@@ -22,7 +22,7 @@ _WHERE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 def pull(
-    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: bytes
+    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: int
 ) -> int:
     """Read what the request's reference offers into its table; the number of tokens read.
 
@@ -52,7 +52,7 @@ def pull(
 
 
 def _claim(
-    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: bytes
+    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: int
 ) -> int:
     """Ask holders by block hash, as kvloop's connector does, and read the longest grant."""
     wanted = ((len(prompt) - 1) // engine.block_size - len(table)) * engine.block_size
