@@ -41,11 +41,11 @@ def params(num_tokens: int, *, prefill: bool) -> dict[str, object]:
     }
 
 
-def application(pace_s: float) -> web.Application:
+def application(pace_s: float, token: str = " token") -> web.Application:
     event = (
         b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1,'
-        b'"model":"fake","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,'
-        b'"finish_reason":null,"token_ids":null}]}\n\n'
+        b'"model":"fake","choices":[{"index":0,"delta":{"content":"' + token.encode() + b'"},'
+        b'"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
     )
 
     async def chat(request: web.Request) -> web.StreamResponse:
@@ -104,9 +104,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ports", type=int, nargs=2, required=True)
     parser.add_argument("--pace-ms", type=float, default=5.0)
+    parser.add_argument("--token-bytes", type=int, default=6)
     options = parser.parse_args()
+    token = " token".ljust(options.token_bytes, "x")
     for port in options.ports:
-        runner = web.AppRunner(application(options.pace_ms / 1000), access_log=None)
+        runner = web.AppRunner(application(options.pace_ms / 1000, token), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
     await asyncio.Event().wait()

@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    p, d, bare, routed = free_ports(4)
+    p, d, bare, routed, admin = free_ports(5)
     engines = [f"http://127.0.0.1:{p}", f"http://127.0.0.1:{d}"]
     both = ["--prefill", engines[0], "--decode", engines[1]]
     python = sys.executable
@@ -97,7 +97,7 @@ def main() -> None:
         "bare": [python, str(HERE / "bare_proxy.py"), *both, "--port", str(bare)],
         "kvloop": [
             *(python, "-m", "kvloop", "serve", *both),
-            *("--port", str(routed), "--log-level", "warning"),
+            *("--port", str(routed), "--admin-port", str(admin), "--log-level", "warning"),
         ],
     }
     urls = {"bare": f"http://127.0.0.1:{bare}", "kvloop": f"http://127.0.0.1:{routed}"}
@@ -115,7 +115,7 @@ def main() -> None:
                 before = cpu_s(running[name].pid)
                 ttft[name] += uvloop.run(load(urls[name], 10_000 + 1000 * number, chunks))
                 cpu[name][chunks] += cpu_s(running[name].pid) - before
-        with urllib.request.urlopen(f"{urls['kvloop']}/metrics") as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{admin}/metrics") as response:
             metrics = response.read().decode()
     finally:
         for child in running.values():

@@ -53,7 +53,10 @@ async def measure() -> dict[str, Any]:
         clients = {}
         for prefill in ("prefill-0", "prefill-cached"):
             settings = Settings(
-                prefill=(cluster.url(prefill),), decode=(cluster.url("decode-0"),), port=0
+                prefill=(cluster.url(prefill),),
+                decode=(cluster.url("decode-0"),),
+                port=0,
+                admin_port=0,
             )
             url = await stack.enter_async_context(running(settings))
             await wait_until_ready(url, timeout_s=60)

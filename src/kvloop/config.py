@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+_AT_LEAST_ONE: Final = (
+    "max_references",
+    "prefill_concurrency",
+    "decode_concurrency",
+    "max_connections",
+    "max_turns",
+)
+_ABOVE_ZERO: Final = ("request_timeout_s", "client_stall_timeout_s")
 ENVIRONMENT_PREFIX: Final = "KVLOOP_"
 NOT_SETTINGS: Final = frozenset({"KVLOOP_CACHE", "KVLOOP_CONFIG"})
 """Variables of the same prefix that are not settings of the router."""
@@ -44,9 +52,27 @@ class Settings:
     )
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8080, "port to listen on; 0 picks a free one")
+    admin_host: str = _setting(
+        "127.0.0.1", "address of the operators' listener (metrics, engines); empty: none"
+    )
+    admin_port: int = _setting(8081, "port of the operators' listener; 0 picks a free one")
+    api_keys: str = _setting("", "file of API keys (`kvloop keys`); default: none are asked for")
+    engine_api_key: str = _setting("", "API key sent to the engines in place of the client's")
+    max_connections: int = _setting(4096, "connections of clients at once")
+    max_turns: int = _setting(2048, "turns at once")
+    max_turns_per_tenant: int = _setting(0, "turns at once of one tenant; 0: no limit of its own")
+    request_timeout_s: float = _setting(
+        60.0, "longest wait for a request's headers, and then for its body"
+    )
+    client_stall_timeout_s: float = _setting(
+        60.0, "how long a client may read nothing of its answer before it is cut off"
+    )
     reuse: bool = _setting(True, "read the history's KV back from decode nodes")
     threshold_tokens: int = _setting(64, "pull only what saves the prefill node as many tokens")
     kv_ttl_s: float = _setting(480.0, "how long decode nodes pin a turn (decoder_kv_blocks_ttl)")
+    kv_lease_s: float = _setting(
+        30.0, "how long prefill nodes keep blocks that nobody asks for (kv_lease_duration)"
+    )
     deadline_margin_s: float = _setting(15.0, "a reference is not used this close to its end")
     pin_budget: float = _setting(
         0.5, "share of a decode node's KV cache that may be pinned for later turns"
@@ -97,9 +123,12 @@ class Settings:
             value, default = getattr(self, name), _default(setting)
             if isinstance(default, int | float) and not isinstance(default, bool) and value < 0:
                 raise ConfigError(f"{name}: {value} is negative")
-        for name in ("max_references", "prefill_concurrency", "decode_concurrency"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
+        for name in _ABOVE_ZERO:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: must be more than 0")
         for name in ("pin_budget",):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}: a share is at most 1, not {getattr(self, name)}")

@@ -6,15 +6,19 @@ import json
 from typing import Any, NamedTuple
 
 from tests.double.engine import Sequence
+from tests.double.fabric import InvalidError, RefusedError
 from tests.double.parsing import Parsed, parse
 from tests.double.tokens import decode, encode
 
 CHAT, COMPLETION = "chat.completion", "text_completion"
 DONE = "data: [DONE]\n\n"
+FINGERPRINT = "vllm-double"
+"""On the last chunk of a stream that has choices or usage."""
 _IDS = {CHAT: "chatcmpl-double", COMPLETION: "cmpl-double"}
 _EXTRAS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 _NO_EXTRAS = dict.fromkeys(_EXTRAS)
 _NO_DETAILS = dict.fromkeys(("prompt_tokens_details", "completion_tokens_details"))
+_NO_PROMPT_DETAILS = dict.fromkeys(("created_cache_tokens", "multimodal_tokens"))
 
 
 class Delta(NamedTuple):
@@ -77,7 +81,7 @@ class Choice:
         return self.parsed.since(before)
 
 
-def usage(choices: list[Choice]) -> dict[str, Any]:
+def usage(choices: list[Choice], kind: str) -> dict[str, Any]:
     prompts = {id(choice.sequence.prompt): choice.sequence for choice in choices}.values()
     num_prompt = sum(len(sequence.prompt) for sequence in prompts)
     num_output = sum(len(choice.sequence.output) for choice in choices)
@@ -87,7 +91,11 @@ def usage(choices: list[Choice]) -> dict[str, Any]:
         "completion_tokens": num_output,
     }
     if choices[0].sequence.engine.reports_cached_tokens:
-        said["prompt_tokens_details"] = {"cached_tokens": choices[0].sequence.cached_tokens}
+        cached = choices[0].sequence.cached_tokens
+        details = {"cached_tokens": cached}
+        if kind == CHAT:
+            details["created_cache_tokens"] = num_prompt - cached
+        said["prompt_tokens_details"] = details
     return said
 
 
@@ -101,8 +109,8 @@ def whole(body: dict[str, Any], choices: list[Choice], kind: str) -> dict[str, A
         "model": body.get("model"),
         "choices": [_whole_choice(body, choice, kind) for choice in choices],
         "service_tier": None,
-        "system_fingerprint": None,
-        "usage": {**_NO_DETAILS, **usage(choices)},
+        "system_fingerprint": FINGERPRINT,
+        "usage": _whole_usage(choices, kind),
     }
     if kind == CHAT:
         answer["prompt_logprobs"] = None
@@ -110,6 +118,14 @@ def whole(body: dict[str, Any], choices: list[Choice], kind: str) -> dict[str, A
         answer["prompt_text"] = None
     answer["kv_transfer_params"] = choices[0].params
     return {**answer, "ec_transfer_params": None, "metrics": None}
+
+
+def _whole_usage(choices: list[Choice], kind: str) -> dict[str, Any]:
+    """As in a stream, and what is empty is said."""
+    said = {**_NO_DETAILS, **usage(choices, kind)}
+    if said["prompt_tokens_details"]:
+        said["prompt_tokens_details"] = {**_NO_PROMPT_DETAILS, **said["prompt_tokens_details"]}
+    return said
 
 
 def _whole_choice(body: dict[str, Any], choice: Choice, kind: str) -> dict[str, Any]:
@@ -173,8 +189,16 @@ def token_event(
         first = len(choice.sequence.output) == 1 and wants_ids
         said["prompt_token_ids"] = choice.sequence.prompt if first else None
     said["token_ids"] = [delta.token] if wants_ids else None
-    more = {"kv_transfer_params": choice.params} if native and ended else {}
+    more: dict[str, Any] = {"kv_transfer_params": choice.params} if native and ended else {}
+    if ended and not (body.get("stream_options") or {}).get("include_usage"):
+        more["system_fingerprint"] = FINGERPRINT
     return event(kind, body, [said], **more)
+
+
+def usage_event(kind: str, body: dict[str, Any], choices: list[Choice]) -> str:
+    """The last chunk, for those who asked for it."""
+    said = {"usage": usage(choices, kind), "system_fingerprint": FINGERPRINT}
+    return event(kind, body, [], **said)
 
 
 def reference_event(choice: Choice | None, *, native: bool) -> str:
@@ -190,6 +214,13 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     kinds = {403: "PermissionDeniedError", 404: "NotFoundError"}
     kind = kinds.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_body_of(refused: RefusedError) -> dict[str, Any]:
+    body = error_body(refused.status, str(refused), refused.param)
+    if isinstance(refused, InvalidError):
+        body["error"]["type"] = "Bad Request"
+    return body
 
 
 def compact(value: Any) -> str:

@@ -124,6 +124,7 @@ class Engine:
         self.disconnects = 0
         self.started_s = 1.0
         self.num_waiting = 0
+        self.several = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._begin_life()
 
@@ -131,6 +132,7 @@ class Engine:
         self.engine_id = uuid.uuid4().hex
         self.dead = False
         self.late_notices = 0
+        self.met: set[str] = set()
         self.counters = Counters()
         self.running: list[Sequence] = []
         self.memory = KVMemory(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching)
@@ -239,6 +241,8 @@ class Sequence:
         self.output: list[int] = []
         self.num_computed = 0
         self.cached_tokens = 0
+        self.wrong_kv = 0
+        """Of what was loaded and is not its tokens' KV; 0 where all is right."""
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
         self.params: dict[str, Any] | None = None
@@ -265,6 +269,7 @@ class Sequence:
             self.memory.release(self.table)
             raise
         self.cached_tokens = self.num_computed
+        self._attend(prompt[: self.num_computed])
         # The last prompt token is computed even if everything else is there.
         for position in range(min(self.num_computed, len(prompt) - 1), len(prompt)):
             self._compute(prompt[position], position)
@@ -299,19 +304,26 @@ class Sequence:
         return token
 
     def abort(self) -> None:
-        """End it as the API side does: nothing is kept, whatever it had become."""
-        self.params = None
-        if self.finish_reason:
-            self.memory.unpin(self.request_id)
-        elif self in self.engine.running:
+        """End it as the API side does: nothing is kept.
+
+        One that has finished is not touched any more (`Scheduler.finish_requests` passes it over):
+        what it has pinned stays pinned, though nobody may have been told.
+        """
+        if not self.finish_reason and self in self.engine.running:
             self.engine.running.remove(self)
             self._file()
             self.memory.release(self.table)
         self.finish_reason = self.finish_reason or "abort"
 
+    def _attend(self, loaded: list[int]) -> None:
+        """What is computed from here on comes from *every* position loaded, not the last alone."""
+        if not self.memory.is_chain(self.seed, loaded, self.table):
+            held = (self.memory.read(self.table, position) for position in range(len(loaded)))
+            self.wrong_kv = hash(tuple(held)) | 1
+
     def _compute(self, token: int, position: int) -> None:
         before = self.memory.read(self.table, position - 1) if position else self.seed
-        self.memory.write(self.table, next_kv(before, token), position)
+        self.memory.write(self.table, next_kv(before ^ self.wrong_kv, token), position)
 
     def _file(self) -> None:
         computed = [*self.prompt, *self.output][: self.num_computed]

@@ -22,6 +22,13 @@ class RefusedError(Exception):
         self.param = param
 
 
+class InvalidError(RefusedError):
+    """A body that vLLM's data model refuses, which it answers under another name."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(400, message, param)
+
+
 class LoadFailedError(RefusedError):
     """A failed read under ``kv_load_failure_policy: fail``. A stream has begun by then."""
 
@@ -49,6 +56,7 @@ class Handover(NamedTuple):
     produced_for: str
     read_for: str
     """Clients' request ids."""
+    was_pinned: bool
 
 
 @dataclass

@@ -102,7 +102,9 @@ class InProcessClient:
         self._delay_s = delay_s
         self._surfaces: dict[str, Surface] = {}
         self._listening: set[str] = set()
-        self._pipes: dict[str, set[_Pipe]] = {}
+        self._pipes: dict[str, dict[_Pipe, None]] = {}
+        self.faults: list[Exception] = []
+        """What went wrong in a double itself."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,7 +116,7 @@ class InProcessClient:
     def serve(self, url: str, engine: Engine) -> None:
         """Let ``engine`` answer at ``url``."""
         self._surfaces[url] = Surface(engine)
-        self._pipes[url] = set()
+        self._pipes[url] = {}
         self._listening.add(url)
 
     def kill(self, url: str) -> None:
@@ -156,7 +158,7 @@ class InProcessClient:
     ) -> AsyncIterator[_Stream]:
         await self._reach(url, silence_timeout_s)
         pipe = _Pipe(url)
-        self._pipes[url].add(pipe)
+        self._pipes[url][pipe] = None
         pipe.work = asyncio.create_task(self._answer(url, path, body, dict(headers), pipe))
         try:
             try:
@@ -166,7 +168,7 @@ class InProcessClient:
                 raise EngineTimeoutError(url, "did not answer in time") from error
             yield _Stream(pipe, head, silence_timeout_s)
         finally:
-            self._pipes[url].discard(pipe)
+            self._pipes[url].pop(pipe, None)
             pipe.work.cancel()  # an engine notices readers that leave
 
     async def _reach(self, url: str, timeout_s: float) -> None:
@@ -185,6 +187,10 @@ class InProcessClient:
         try:
             whole = await self._surfaces[url].post(path, body, headers, pipe)
         except ConnectionError:
+            return
+        except Exception as error:  # noqa: BLE001 - a double's own fault must not look like vLLM's
+            self.faults.append(error)
+            pipe.break_off()
             return
         if whole is not None and not pipe.head.done():
             pipe.head.set_result(whole)

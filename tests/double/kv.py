@@ -79,7 +79,7 @@ class KVMemory:
         self.num_blocks = num_blocks
         self.prefix_caching = prefix_caching
         self.blocks = [Block() for _ in range(num_blocks)]
-        # Least recently freed first; what is cached stays so until its block is taken.
+        # In the order in which they are taken; what is cached stays so until its block is taken.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[int, int] = {}
         self.hash_of: dict[int, int] = {}
@@ -121,7 +121,7 @@ class KVMemory:
     # Blocks
 
     def allocate(self) -> int:
-        """The block freed longest ago. What lies in it lies there until it is overwritten."""
+        """The first free block. What lies in it lies there until it is overwritten."""
         if not self.free:
             raise OutOfBlocksError
         block, _ = self.free.popitem(last=False)
@@ -132,17 +132,38 @@ class KVMemory:
         return block
 
     def release(self, blocks: list[int]) -> None:
-        """The last blocks of a sequence are the first to be taken again."""
+        """What is cached waits its turn, the end of a sequence first; the rest is taken next."""
+        uncached: list[int] = []
         for block in reversed(blocks):
             self.users[block] -= 1
             if self.users[block] == 0:
-                self.free[block] = None
+                if block in self.hash_of:
+                    self.free[block] = None
+                else:
+                    uncached.append(block)
+        for block in reversed(uncached):
+            self.free[block] = None
+            self.free.move_to_end(block, last=False)
 
     def copy_in(self, table: list[int], remote: KVMemory, remote_block: int) -> None:
         """One block over the wire, whatever it holds by now."""
         block = self.allocate()
         self.blocks[block].kv = list(remote.blocks[remote_block].kv)
         table.append(block)
+
+    def is_chain(self, seed: int, token_ids: list[int], table: list[int]) -> bool:
+        """Whether the first positions hold what these tokens make of ``seed``."""
+        kv, size = seed, self.block_size
+        for number in range(self.blocks_for(len(token_ids))):
+            tokens = token_ids[number * size : (number + 1) * size]
+            held = self.blocks[table[number]].kv
+            if len(held) < len(tokens):
+                return False
+            for token, found in zip(tokens, held, strict=False):
+                kv = next_kv(kv, token)
+                if found != kv:
+                    return False
+        return True
 
     def write(self, table: list[int], kv: int, position: int) -> None:
         number, offset = divmod(position, self.block_size)
@@ -197,7 +218,7 @@ class KVMemory:
             if known_as not in self.cached and block not in self.hash_of:
                 self.cached[known_as] = block
                 self.hash_of[block] = known_as
-                self.poisoned += self.blocks[block].kv[self.block_size - 1] != truth
+                self.poisoned += self.read([block], self.block_size - 1) != truth
 
     def _hashes(self, seed: int, token_ids: list[int]) -> list[int]:
         known_as, hashes, size = next_kv(seed, _HASHED), [], self.block_size

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from tests.double.engine import Engine, RefusedError
+from tests.double.fabric import InvalidError
 from tests.double.tokens import encode, media_hashes, render_chat
 
 
 def chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
     """The rendered messages."""
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RefusedError(400, "messages: Field required", "messages")
+    if not isinstance(messages, list):
+        raise InvalidError("messages: Field required", "messages")
+    if not messages:
+        raise RefusedError(400, "messages must not be empty", "messages")
     if not all(isinstance(message, dict) and "role" in message for message in messages):
-        raise RefusedError(400, "messages: Input should be a valid message", "messages")
+        raise InvalidError("messages: Input should be a valid message", "messages")
     return render_chat(
         messages,
         strips_reasoning=engine.strips_reasoning,

@@ -9,6 +9,7 @@ from tests.double import answers, turns
 from tests.double.answers import CHAT, COMPLETION
 from tests.double.engine import Engine, Received, RefusedError
 from tests.double.exchange import ORIGIN, Exchange, Whole
+from tests.double.fabric import InvalidError
 from tests.double.metrics import metrics_text
 from tests.double.prompts import chat_prompt, completion_prompts, media_of
 
@@ -61,18 +62,16 @@ class Surface:
                 case "/tokenize":
                     return self._tokenize(body)
         except RefusedError as refused:
-            return _json(
-                answers.error_body(refused.status, str(refused), refused.param), refused.status
-            )
+            return _json(answers.error_body_of(refused), refused.status)
         return Whole(404, '{"detail":"Not Found"}')
 
     def _receive(self, path: str, data: bytes, headers: dict[str, str]) -> dict[str, Any]:
         try:
             body = json.loads(data or b"null")
         except ValueError as error:
-            raise RefusedError(400, f"JSON decode error: {error}") from error
+            raise InvalidError(f"JSON decode error: {error}") from error
         if not isinstance(body, dict):
-            raise RefusedError(400, "Input should be a valid dictionary")
+            raise InvalidError("Input should be a valid dictionary")
         self.engine.calls.append(Received(path, body, headers))
         return body
 

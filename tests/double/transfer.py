@@ -91,7 +91,7 @@ def _offered(asked: dict[str, Any], prompt: list[int], *, from_prefill: bool) ->
 
 
 def _read(engine: Engine, asked: dict[str, Any], table: list[int], num_tokens: int) -> None:
-    producer = engine.fabric.find(asked)
+    producer = reach(engine, asked)
     if producer is None:
         engine.counters.failed_transfers += 1
         raise LoadFailedError
@@ -108,7 +108,7 @@ def _read(engine: Engine, asked: dict[str, Any], table: list[int], num_tokens: i
     pin = producer.memory.pins.get(request_id)
     produced_for = pin.origin if pin is not None else ""
     engine.fabric.handovers.append(
-        Handover(producer.engine_id, request_id, produced_for, ORIGIN.get())
+        Handover(producer.engine_id, request_id, produced_for, ORIGIN.get(), pin is not None)
     )
     for block in remote[-needed:]:
         engine.memory.copy_in(table, producer.memory, block)
@@ -119,11 +119,27 @@ def _read(engine: Engine, asked: dict[str, Any], table: list[int], num_tokens: i
     producer.notified(asked["remote_request_id"])
 
 
-def notify(engine: Engine, asked: dict[str, Any]) -> None:
-    """Tell the producer that its blocks are not needed (any more)."""
+def reach(engine: Engine, asked: dict[str, Any]) -> Engine | None:
+    """The engine that a reference points at; None if it cannot be reached.
+
+    Engines shake hands once: after that host and port are not looked at.
+    """
+    engine_id = asked.get("remote_engine_id", "")
     producer = engine.fabric.find(asked)
     if producer is not None:
+        engine.met.add(engine_id)
+    elif engine_id in engine.met:
+        producer = engine.fabric.engines.get(engine_id)
+    return None if producer is None or producer.dead else producer
+
+
+def notify(engine: Engine, asked: dict[str, Any]) -> None:
+    """Tell the producer that its blocks are not needed (any more)."""
+    producer = reach(engine, asked)
+    if producer is not None:
         producer.notified(asked["remote_request_id"])
+    elif asked["remote_engine_id"] not in engine.met:
+        engine.counters.failed_transfers += 1  # a handshake, for a notice as well
 
 
 def reject(engine: Engine, asked: Any) -> None:
@@ -140,7 +156,7 @@ def heartbeat(engine: Engine, asked: dict[str, Any] | None) -> None:
     """While D has a request waiting, it renews P's lease on the blocks."""
     if not asked or not asked.get("do_remote_prefill"):
         return
-    producer = engine.fabric.find(asked)
+    producer = reach(engine, asked)
     pin = producer.memory.pins.get(asked["remote_request_id"]) if producer else None
     if producer is not None and pin is not None:
         pin.ends_s = max(pin.ends_s, producer.now_s + producer.lease_s)
@@ -175,6 +191,6 @@ def keep(engine: Engine, sequence: Sequence) -> dict[str, Any] | None:
     }
     if "kvloop_claim" in asked:
         given["kvloop_claim"] = asked["kvloop_claim"]
-    if is_prefill:
+    if is_prefill and len(sequence.output) == 1:  # vLLM has the count at the first token only
         given["remote_prefill_cached_tokens"] = sequence.cached_tokens
     return given

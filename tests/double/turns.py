@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 from tests.double import answers, transfer
 from tests.double.answers import CHAT, Choice
 from tests.double.engine import Engine, HangError, OutOfBlocksError, RefusedError, Sequence
 from tests.double.exchange import Exchange, Whole
+from tests.double.fabric import InvalidError
 from tests.double.prompts import chat_prompt, completion_prompts, given_ids, media_of
 
 
@@ -76,7 +78,11 @@ def _checked(engine: Engine, body: dict[str, Any], params: Any, kind: str) -> li
     if engine.refuse_next:
         raise RefusedError(engine.refuse_next.pop(0), "refused by the test")
     if params is not None and not isinstance(params, dict):
-        raise RefusedError(400, "Input should be a valid dictionary", "kv_transfer_params")
+        raise InvalidError("Input should be a valid dictionary", "kv_transfer_params")
+    if body.get("stream_options") and not body.get("stream"):
+        raise RefusedError(400, "Stream options can only be defined when `stream=True`.")
+    if (body.get("n") or 1) > 1 and body.get("temperature") == 0:
+        raise RefusedError(400, "n must be 1 when using greedy sampling")
     if not params and _extra(body) is not None:
         engine.die()  # unchecked on this way in: on_new_request asks it for its keys
     ids = given_ids(params, body) if kind == CHAT else None
@@ -98,8 +104,10 @@ def _extra(body: dict[str, Any]) -> Any:
 async def _begin(
     engine: Engine, body: dict[str, Any], prompts: list[list[int]], choices: list[Choice]
 ) -> None:
-    for prompt in prompts:
-        for _ in range(body.get("n") or 1):
+    wanted = [prompt for prompt in prompts for _ in range(body.get("n") or 1)]
+    # Here a request's sequences begin together; two such must not wait for each other's memory.
+    async with engine.several if len(wanted) > 1 else nullcontext():
+        for prompt in wanted:
             sequence = await _scheduled(engine, body, prompt)
             choices.append(Choice(len(choices), sequence, body))
 
@@ -215,7 +223,7 @@ async def _events(
             if said is not None:
                 yield said
         if (body.get("stream_options") or {}).get("include_usage"):
-            yield answers.event(kind, body, [], usage=answers.usage(choices))
+            yield answers.usage_event(kind, body, choices)
     except RefusedError as refused:  # the headers are out: the error comes as an event
         _abort(choices)
         yield f"data: {answers.compact(answers.error_body(refused.status, str(refused)))}\n\n"

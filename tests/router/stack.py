@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
 from kvloop.config import Settings
 from kvloop.gateway.app import Router
+from kvloop.gateway.server import serving as serving_router
 from kvloop.gateway.server import wait_until_ready
 from tests.double.engine import Engine, Fabric, reference_answer
 from tests.double.http import serving
@@ -48,6 +48,7 @@ class Stack:
     router: Router
     url: str
     http: aiohttp.ClientSession
+    admin_url: str
 
     @property
     def prefill(self) -> Engine:
@@ -104,6 +105,15 @@ def _text(raw: bytes, content_type: str) -> str:
     return streamed_text(raw)
 
 
+_QUICK: dict[str, Any] = {
+    "port": 0,
+    "admin_port": 0,
+    "probe_interval_s": 0.05,
+    "check_releases": False,
+    "drain_timeout_s": 0.5,
+}
+
+
 @asynccontextmanager
 async def stack(
     *, prefills: int = 1, decodes: int = 1, settings: dict[str, Any] | None = None, **engine: Any
@@ -119,18 +129,14 @@ async def stack(
             Settings(
                 prefill=tuple(p_urls),
                 decode=tuple(d_urls),
-                **{"probe_interval_s": 0.05, "check_releases": False, **(settings or {})},
+                **{**_QUICK, **(settings or {})},
             ),
             clock=fabric.clock,
         )
-        runner = web.AppRunner(router.application(), access_log=None, handler_cancellation=True)
-        await runner.setup()
-        open_.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        addresses = await open_.enter_async_context(serving_router(router))
         http = await open_.enter_async_context(aiohttp.ClientSession())
-        await wait_until_ready(url, timeout_s=10)
-        yield Stack(fabric, ps, ds, router, url, http)
+        await wait_until_ready(addresses.url, timeout_s=10)
+        yield Stack(fabric, ps, ds, router, addresses.url, http, addresses.admin_url or "")
 
 
 def opening(text: str = "Tell me about rivers.", system: str = "You help.") -> list[dict[str, Any]]:

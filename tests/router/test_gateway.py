@@ -101,7 +101,7 @@ async def test_ready_and_metrics_tell_operators() -> None:
         await s.chat(follow(messages, first.text))
         async with s.http.get(f"{s.url}/health") as response:
             assert response.status == 200
-        async with s.http.get(f"{s.url}/metrics") as response:
+        async with s.http.get(f"{s.admin_url}/metrics") as response:
             text = await response.text()
         assert 'kvloop_turns_total{api="chat",route="pull",why="proven"} 1.0' in text
         pulled = text.split('kvloop_prompt_tokens_total{source="pulled"} ')[1].split("\n")[0]
@@ -114,7 +114,10 @@ async def test_without_a_decode_node_the_router_is_not_ready_and_says_why() -> N
         await until(lambda: not s.router.services.fleet.decodes[0].usable)
         async with s.http.get(f"{s.url}/ready") as response:
             assert response.status == 503
-            assert "no usable decode node" in str(await response.json())
+            assert (await response.json())["missing"] == ["no usable decode node"]
+        async with s.http.get(f"{s.admin_url}/ready") as response:
+            assert response.status == 503
+            assert s.router.services.fleet.decodes[0].url in await response.text()
         answer = await s.post(CHAT, {"model": "double", "messages": opening()})
         assert answer.status == 503
         assert answer.headers["retry-after"]

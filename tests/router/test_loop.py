@@ -229,7 +229,7 @@ async def test_k23_without_the_plugin_streams_work_and_ready_and_the_log_say_wha
         messages = opening()
         first = await s.chat(messages)
         assert (await s.chat(follow(messages, first.text))).route == "recompute"
-        async with s.http.get(f"{s.url}/ready") as response:
+        async with s.http.get(f"{s.admin_url}/ready") as response:
             state = await response.json()
         assert state["ready"] is True
         assert caplog.text.count("does not stream KV references") == 1
@@ -255,7 +255,7 @@ async def test_k23_without_a_renderer_nothing_is_attached() -> None:
         messages = opening()
         first = await s.chat(messages)
         assert (await s.chat(follow(messages, first.text))).route == "recompute"
-        async with s.http.get(f"{s.url}/ready") as response:
+        async with s.http.get(f"{s.admin_url}/ready") as response:
             assert "no engine renders" in str(await response.json())
 
 

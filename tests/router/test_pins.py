@@ -163,7 +163,7 @@ async def test_where_releases_do_not_work_pins_are_left_to_their_deadline() -> N
         await s.chat(another(), headers={"x-kvloop-reuse": "last"})
         assert s.router.services.pins.tokens(decode.url, PinState.STUCK) > 0
         assert len(s.prefill.requests) == asked + 1  # nobody is asked to release it
-        ready = await s.http.get(f"{s.url}/ready")
+        ready = await s.http.get(f"{s.admin_url}/ready")
         assert "does not free blocks" in await ready.text()
         s.fabric.now_s += 480.0
         s.router.services.pins.expire(s.fabric.now_s)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kvloop import __version__
-from kvloop.cli import demo, serve
+from kvloop.cli import demo, keys, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvloop {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, demo):
+    for command in (serve, demo, keys):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     code: int = options.run(options)

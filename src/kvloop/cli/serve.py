@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,18 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvloop import config
-from kvloop.gateway.server import serve_until_signalled
+from kvloop.gateway.keys import KeyFileError
+from kvloop.gateway.server import ListenError, serve_until_signalled
 
 if TYPE_CHECKING:
     import argparse
     from typing import Any
+
+
+logger = logging.getLogger("kvloop.cli")
+
+_OTHER_FILES = 256
+"""Listeners, logs, probes."""
 
 
 def add_parser(commands: Any) -> None:
@@ -42,16 +50,30 @@ def run(options: argparse.Namespace) -> int:
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    _allow_open_files(settings)
     try:
         uvloop.run(serve_until_signalled(settings))
-    except OSError as error:
-        print(
-            f"kvloop: cannot listen on {settings.host}:{settings.port}: {error.strerror}. "
-            f"Choose another --port.",
-            file=sys.stderr,
-        )
+    except (ListenError, KeyFileError) as error:
+        print(f"kvloop: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _allow_open_files(settings: config.Settings) -> None:
+    """A client's connection and its engine's are two open files; systems often allow 1024."""
+    wanted = 2 * settings.max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if max(soft, allowed) < wanted:
+        logger.warning(
+            "%d open files are allowed, %d connections may need %d: raise `ulimit -n` or lower "
+            "max_connections",
+            max(soft, allowed),
+            settings.max_connections,
+            wanted,
+        )
 
 
 def read_settings(options: argparse.Namespace) -> config.Settings:

@@ -35,7 +35,10 @@ async def run_demo(console: Console, run_dir: Path, num_turns: int) -> dict[str,
         report(f"starting one prefill and one decode node (logs in {run_dir})")
         cluster = await stack.enter_async_context(LocalCluster(one_pair(model), run_dir, report))
         settings = Settings(
-            prefill=cluster.urls(Role.PREFILL), decode=cluster.urls(Role.DECODE), port=0
+            prefill=cluster.urls(Role.PREFILL),
+            decode=cluster.urls(Role.DECODE),
+            port=0,
+            admin_port=0,
         )
         url = await stack.enter_async_context(running(settings))
         await wait_until_ready(url, timeout_s=60)

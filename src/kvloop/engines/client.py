@@ -9,6 +9,7 @@ which is how vLLM learns that nobody waits any more.
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # vLLM's server drops idle connections after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`); one that is
 # about to be dropped must not be picked for a request.
 _KEEP_ALIVE_S = 3.0
+_READ_BUFFER_BYTES = 16 * 1024
+_RECEIVE_BUFFER_BYTES = 32 * 1024
 _JSON = {"content-type": "application/json"}
 
 
@@ -128,14 +131,22 @@ class HttpStreamReply:
 class HttpEngineClient:
     """Keeps connections to engines; see :class:`EngineClient`."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
-        """``connect_timeout_s``: an engine that does not accept within this is unreachable."""
+    def __init__(self, connect_timeout_s: float, api_key: str = "") -> None:
+        """``connect_timeout_s``: an engine that does not accept within this is unreachable.
+
+        ``api_key``: sent with every call that brings no credentials of its own.
+        """
         self._connect_timeout_s = connect_timeout_s
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=_socket
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, read_bufsize=_READ_BUFFER_BYTES
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -196,6 +207,14 @@ class HttpEngineClient:
             )
         async with response:
             yield HttpStreamReply(url, response)
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One whose kernel buffer is small: what a slow client does not read waits on the engine."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+    return made
 
 
 class _engine_errors:  # noqa: N801 - used like a statement

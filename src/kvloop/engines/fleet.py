@@ -37,6 +37,8 @@ class Engine:
     """None until it was seen healthy for the first time."""
     engine_id: str | None = None
     """Of the life that its last reference came from."""
+    has_new_id: bool = False
+    """Whether that id told us of a restart which no probe has seen yet."""
     trouble: str | None = "not seen yet"
     """Why it cannot be used now; None if it can."""
     late_probes: int = 0

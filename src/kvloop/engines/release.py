@@ -32,11 +32,17 @@ _WORKERS: Final = 8
 """Releases at once: an engine that answers late must not keep the others waiting."""
 
 
-@dataclass(frozen=True, slots=True)
+_FIRST_PAUSE_S: Final = 2.0
+_MAX_TRIES: Final = 7
+"""The pause doubles: the last try comes about two minutes after the first."""
+
+
+@dataclass(slots=True, eq=False)
 class _Release:
     consumer: Callable[[], str | None]
     params: dict[str, Any]
     done: Callable[[bool], None]
+    tries: int = 0
 
 
 def release_body(params: dict[str, Any]) -> bytes:
@@ -58,12 +64,13 @@ def release_body(params: dict[str, Any]) -> bytes:
 
 
 class Releases:
-    """Releases in the background; what cannot be done is left to its deadline."""
+    """Releases in the background; what cannot be done is tried again, then left to its deadline."""
 
     def __init__(self, client: EngineClient, metrics: Metrics) -> None:
         self._client = client
         self._metrics = metrics
         self._queue: asyncio.Queue[_Release] = asyncio.Queue(_MAX_WAITING)
+        self._later: dict[_Release, asyncio.TimerHandle] = {}
 
     def soon(
         self,
@@ -74,13 +81,14 @@ class Releases:
         """Release ``params`` through the engine whose URL ``consumer`` gives when it is time.
 
         The consumer is an engine of the other role: it notifies the one that holds the blocks.
-        ``done`` is told whether the engine took it.
+        ``done`` is told after each try whether the engine took it.
         """
-        try:
-            self._queue.put_nowait(_Release(consumer, params, done))
-        except asyncio.QueueFull:
-            self._metrics.releases.labels(outcome="queue_full").inc()
-            done(False)
+        self._put(_Release(consumer, params, done))
+
+    def hurry(self) -> None:
+        """Do not wait any longer before trying again."""
+        for release in [*self._later]:
+            self._again(release)
 
     async def run(self) -> None:
         """Work the queue until cancelled."""
@@ -101,7 +109,28 @@ class Releases:
             finally:
                 self._metrics.releases.labels(outcome=outcome).inc()
                 release.done(outcome == "released")
+                if outcome in ("no_engine", "failed"):
+                    self._plan_again(release)
                 self._queue.task_done()
+
+    def _put(self, release: _Release) -> None:
+        try:
+            self._queue.put_nowait(release)
+        except asyncio.QueueFull:
+            self._metrics.releases.labels(outcome="queue_full").inc()
+            release.done(False)
+
+    def _plan_again(self, release: _Release) -> None:
+        """No engine could be asked: one may come back."""
+        release.tries += 1
+        if release.tries < _MAX_TRIES:
+            pause_s = _FIRST_PAUSE_S * 2 ** (release.tries - 1)
+            loop = asyncio.get_running_loop()
+            self._later[release] = loop.call_later(pause_s, self._again, release)
+
+    def _again(self, release: _Release) -> None:
+        self._later.pop(release).cancel()
+        self._put(release)
 
     async def _release(self, url: str | None, params: dict[str, Any]) -> str:
         if url is None:
@@ -109,8 +138,11 @@ class Releases:
         try:
             body = release_body(params)
             reply = await self._client.post(url, "/v1/completions", body, {}, timeout_s=_TIMEOUT_S)
-        except (EngineError, ValueError) as error:
-            logger.info("blocks are left to their deadline: %s", error)
+        except ValueError as error:
+            logger.warning("blocks are left to their deadline: %s", error)
+            return "unreleasable"
+        except EngineError as error:
+            logger.info("blocks are not given back yet: %s", error)
             return "failed"
         if reply.status != 404:
             logger.warning("engine %s answered %d to a release, not 404", url, reply.status)

@@ -12,6 +12,11 @@ MAX_EVENT_BYTES: Final = 32 * 1024 * 1024
 """An unfinished event larger than this is not an event stream."""
 
 
+_BLANK_LINES: Final = (b"\n\n", b"\n\r\n", b"\r\r")
+"""What ends an event, whichever line ends its server likes."""
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+
+
 class EventTooLargeError(Exception):
     """The engine sends something that never becomes an event."""
 
@@ -51,7 +56,7 @@ def split_events(events: bytes) -> list[bytes]:
     while start < len(events):
         ends = [
             position + len(mark)
-            for mark in (b"\n\n", b"\r\n\r\n")
+            for mark in _BLANK_LINES
             if (position := events.find(mark, start)) >= 0
         ]
         end = min(ends, default=len(events))
@@ -63,7 +68,7 @@ def split_events(events: bytes) -> list[bytes]:
 def event_data(event: bytes) -> bytes:
     """The payload of an event's ``data`` lines, joined as the standard says; empty if none."""
     lines = []
-    for line in event.splitlines():
+    for line in event.removeprefix(_BYTE_ORDER_MARK).splitlines():
         if line.startswith(b"data:"):
             payload = line[5:]
             lines.append(payload[1:] if payload.startswith(b" ") else payload)
@@ -71,6 +76,6 @@ def event_data(event: bytes) -> bytes:
 
 
 def _end_of_last_event(data: bytes) -> int:
-    lf = data.rfind(b"\n\n")
-    crlf = data.rfind(b"\r\n\r\n")
-    return max(lf + 2 if lf >= 0 else 0, crlf + 4 if crlf >= 0 else 0)
+    return max(
+        position + len(mark) if (position := data.rfind(mark)) >= 0 else 0 for mark in _BLANK_LINES
+    )

@@ -1,4 +1,4 @@
-"""The router as one aiohttp application: routes, error shapes, what lives as long as it."""
+"""The router: its services, its endpoints for clients and for operators, what lives as long."""
 
 from __future__ import annotations
 
@@ -7,51 +7,56 @@ import logging
 import secrets
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from aiohttp import web
 
-from kvloop.engines.breaker import BreakerState
 from kvloop.engines.client import HttpEngineClient
 from kvloop.engines.fleet import Fleet, Role
 from kvloop.engines.gate import Gate
 from kvloop.engines.monitor import watch
 from kvloop.engines.pairs import Pairs
 from kvloop.engines.release import Releases
-from kvloop.gateway.errors import error_response
-from kvloop.gateway.turns import turn_handler
+from kvloop.gateway import openapi
+from kvloop.gateway.admission import Admission
+from kvloop.gateway.connection import Limits
+from kvloop.gateway.counters import Counters
+from kvloop.gateway.identity import Callers
+from kvloop.gateway.keys import KeyFile
+from kvloop.gateway.status import Status, limits
+from kvloop.gateway.turns import Turns, wait_for_body
 from kvloop.ledger.deadline import DeadlineClock
 from kvloop.ledger.memory import Ledger
-from kvloop.ledger.pins import Pins, PinState
+from kvloop.ledger.pins import Pins
 from kvloop.observe.metrics import Metrics
 from kvloop.policy.pull_threshold import PullThreshold
 from kvloop.proof.fingerprint import Fingerprinter
-from kvloop.turn.filing import release_claimed, relieve
+from kvloop.turn.filing import relieve
 from kvloop.turn.orphans import Orphans
 from kvloop.turn.release_check import frees_on_release
+from kvloop.turn.releasing import release_claimed
 from kvloop.turn.request import Api
 from kvloop.turn.restarts import forget_earlier_life
 from kvloop.turn.runner import TurnRunner
 from kvloop.turn.services import Services, Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from kvloop.config import Settings
     from kvloop.engines.client import EngineClient
     from kvloop.engines.fleet import Engine
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 logger = logging.getLogger("kvloop.gateway")
 
 _RELEASE_AT_SHUTDOWN_S = 5.0
-_OPENNESS = {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 0.5, BreakerState.OPEN: 1.0}
+_CUT_OFF_S = 5.0
+"""For turns that are cancelled at shutdown to give back what they hold."""
 
 
 class Router:
-    """The services and the endpoints that show their state."""
+    """The services, and the two applications over them."""
 
     def __init__(
         self,
@@ -59,9 +64,12 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         client: EngineClient | None = None,
     ) -> None:
-        """``clock``: monotonic seconds. ``client``: how engines are called; default: HTTP."""
-        self._settings = settings
-        client = client or HttpEngineClient(settings.connect_timeout_s)
+        """``clock``: monotonic seconds. ``client``: how engines are called; default: HTTP.
+
+        Raises KeyFileError for a file of API keys that cannot be used.
+        """
+        self.settings = settings
+        client = client or HttpEngineClient(settings.connect_timeout_s, settings.engine_api_key)
         metrics = Metrics()
         secret = settings.fingerprint_secret.encode() or secrets.token_bytes(32)
         self.services = Services(
@@ -88,33 +96,69 @@ class Router:
                 prefill_s=settings.prefill_timeout_s,
                 pull_s=settings.pull_timeout_s,
                 first_byte_s=settings.first_byte_timeout_s,
+                lease_s=settings.kv_lease_s,
                 silence_s=settings.silence_timeout_s,
                 decode_s=settings.decode_timeout_s,
             ),
             clock=clock,
         )
+        self.counters = Counters(metrics.registry)
+        self.admission = Admission(settings.max_turns, settings.max_turns_per_tenant)
+        self.limits = self._limits()
+        self._keys = KeyFile(Path(settings.api_keys), clock) if settings.api_keys else None
+        self._callers = Callers(self._keys, settings.engine_api_key)
+        self._status = Status(self.services, self._callers, self.admission, self.limits)
         self._said: set[str] = set()
 
     def application(self) -> web.Application:
-        """The application; its lifetime is that of the connections to the engines."""
-        app = web.Application(
-            client_max_size=self._settings.max_body_bytes, middlewares=[_errors_in_our_shape]
-        )
+        """What clients use; its lifetime is that of the connections to the engines."""
+        app = web.Application(client_max_size=self.settings.max_body_bytes)
         runner = TurnRunner(self.services)
+        turns = Turns(runner, self._callers, self.admission, self.counters, self.settings)
         for api in Api:
-            app.router.add_post(api.value, turn_handler(api, runner, reuse=self._settings.reuse))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/metrics", self._metrics)
+            app.router.add_post(api.value, turns.handler(api), expect_handler=wait_for_body)
+        app.router.add_get("/v1/models", self._status.models)
+        app.router.add_get("/health", self._status.health)
+        app.router.add_get("/ready", self._status.ready)
+        app.router.add_get("/openapi.json", openapi.serve)
         app.cleanup_ctx.append(self._lifetime)
         return app
+
+    def admin_application(self) -> web.Application:
+        """What operators use; never to be reached by clients."""
+        app = web.Application()
+        app.router.add_get("/health", self._status.health)
+        app.router.add_get("/ready", self._status.ready_in_full)
+        app.router.add_get("/engines", self._status.engines)
+        app.router.add_get("/metrics", self._status.metrics)
+        return app
+
+    def admin_limits(self) -> Limits:
+        """Operators' connections do not count among those of clients."""
+        return self._limits()
+
+    def _limits(self) -> Limits:
+        return Limits(
+            max_connections=self.settings.max_connections,
+            request_timeout_s=self.settings.request_timeout_s,
+            client_stall_timeout_s=self.settings.client_stall_timeout_s,
+            counters=self.counters,
+        )
+
+    def reload_keys(self) -> None:
+        """Read the file of API keys now, if there is one."""
+        if self._keys is not None:
+            self._keys.reload()
+
+    async def drain(self) -> None:
+        """Let in no more turns; wait for those that run, then cancel them."""
+        await self.admission.drain(self.settings.drain_timeout_s, _CUT_OFF_S)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Connections and background work, for as long as turns are served."""
         jobs = [self._watch(), self.services.releases.run()]
-        if self._settings.check_releases:
+        if self.settings.check_releases:
             jobs.append(self._check_releases())
         async with self.services.client, _background(*jobs):
             yield
@@ -128,7 +172,7 @@ class Router:
         await watch(
             self.services.fleet,
             self.services.client,
-            interval_s=self._settings.probe_interval_s,
+            interval_s=self.settings.probe_interval_s,
             on_usable=self._usable,
             on_seen=self._seen,
         )
@@ -145,7 +189,7 @@ class Router:
                 decode.frees_on_release = verdict
                 if verdict is False:
                     self._say_limits()
-            await asyncio.sleep(self._settings.probe_interval_s)
+            await asyncio.sleep(self.settings.probe_interval_s)
 
     async def _give_everything_back(self) -> None:
         """Nobody will use the ledger's references any more; D need not pin them to the end."""
@@ -153,6 +197,7 @@ class Router:
             async with asyncio.timeout(_RELEASE_AT_SHUTDOWN_S):
                 await self.services.orphans.settle()
                 release_claimed(self.services.ledger.drain(), "router_stops", self.services)
+                self.services.releases.hurry()
                 await self.services.releases.settle()
         except TimeoutError:
             logger.warning("not all blocks could be given back; they are left to their deadline")
@@ -167,62 +212,12 @@ class Router:
         if engine.role is Role.DECODE:
             relieve(engine, self.services, engine.load)
 
-    async def _models(self, _request: web.Request) -> web.Response:
-        models: dict[str, Any] = {}
-        for engine in self.services.fleet.decodes:
-            for model in engine.facts.models if engine.usable and engine.facts else ():
-                models.setdefault(str(model.get("id")), model)
-        return _json({"object": "list", "data": list(models.values())})
-
-    async def _health(self, _request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
-
-    async def _ready(self, _request: web.Request) -> web.Response:
-        missing = self.services.fleet.missing()
-        warnings = limits(self.services.fleet)
-        engines = [
-            {
-                "url": engine.url,
-                "role": engine.role.value,
-                "usable": engine.usable,
-                "trouble": engine.trouble,
-            }
-            for engine in self.services.fleet.engines
-        ]
-        body = {"ready": not missing, "missing": missing, "warnings": warnings, "engines": engines}
-        return _json(body, status=503 if missing else 200)
-
     def _say_limits(self) -> None:
         """Each limit once, when all that is needed to serve has been seen."""
         for limit in limits(self.services.fleet):
             if limit not in self._said:
                 self._said.add(limit)
                 logger.warning("%s", limit)
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        metrics, ledger = self.services.metrics, self.services.ledger
-        metrics.ledger_entries.set(len(ledger))
-        metrics.ledger_bytes.set(ledger.num_bytes)
-        for engine in self.services.fleet.engines:
-            self._measure(engine)
-        return web.Response(
-            body=metrics.render(), headers={"content-type": "text/plain; version=0.0.4"}
-        )
-
-    def _measure(self, engine: Engine) -> None:
-        """Set the gauges of one engine."""
-        metrics, now_s = self.services.metrics, self.services.clock()
-        names = (engine.role.value, engine.url)
-        metrics.engine_usable.labels(*names).set(engine.usable)
-        metrics.breaker_open.labels(*names).set(_OPENNESS[engine.breaker.state(now_s)])
-        if engine.gate is not None:
-            metrics.engine_requests.labels(*names, "running").set(engine.gate.running)
-            metrics.engine_requests.labels(*names, "waiting").set(engine.gate.waiting)
-        if engine.role is Role.DECODE:
-            self.services.pins.expire(now_s)
-            for state in PinState:
-                tokens = self.services.pins.tokens(engine.url, state)
-                metrics.pinned_tokens.labels(engine.url, state.value).set(tokens)
 
 
 def _gate(role: Role, settings: Settings, clock: Callable[[], float]) -> Gate | None:
@@ -232,48 +227,6 @@ def _gate(role: Role, settings: Settings, clock: Callable[[], float]) -> Gate | 
     is_prefill = role is Role.PREFILL
     limit = settings.prefill_concurrency if is_prefill else settings.decode_concurrency
     return Gate(limit, settings.queue_limit, clock)
-
-
-def limits(fleet: Fleet) -> list[str]:
-    """What these engines keep the loop from doing, in sentences for an operator."""
-    found = [
-        f"decode node {engine.url} does not stream KV references: streamed turns work but are "
-        f"not reused. Install kvloop where its vLLM is installed."
-        for engine in fleet.decodes
-        if engine.facts is not None and not engine.facts.streams_references
-    ]
-    found += [
-        f"{engine.role.value} node {engine.url} runs vLLM {engine.facts.version}: older than 0.32, "
-        f"pins that expire may stay for ever. Upgrade it."
-        for engine in fleet.engines
-        if engine.facts is not None and not engine.facts.is_supported
-    ]
-    found += [
-        f"prefill node {engine.url} runs without bidirectional_kv_xfer: it computes every prompt. "
-        f"Set it in kv_connector_extra_config."
-        for engine in fleet.prefills
-        if engine.facts is not None and not engine.facts.can_pull
-    ]
-    found += [
-        f"decode node {engine.url} does not free blocks that are released unread: what it pins "
-        f"stays until decoder_kv_blocks_ttl. Lower that, and kv_ttl_s with it."
-        for engine in fleet.decodes
-        if engine.frees_on_release is False
-    ]
-    renders = any(engine.usable for engine in fleet.renders)
-    prefills = [engine for engine in fleet.prefills if engine.facts is not None]
-    if prefills and not renders and not any(e.facts and e.facts.renders for e in prefills):
-        found.append(
-            "no engine renders prompts to token ids: nothing can be proven, so nothing is reused. "
-            "Start the prefill nodes with --enable-scale-out, or give --render a render server."
-        )
-    return found
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(body), content_type="application/json"
-    )
 
 
 @asynccontextmanager
@@ -286,21 +239,3 @@ async def _background(*jobs: Any) -> AsyncGenerator[None]:
         finally:
             for task in tasks:
                 task.cancel()
-
-
-@web.middleware
-async def _errors_in_our_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPNotFound:
-        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
-        return error_response(404, f"There is no {request.path} here. There are: {known}.")
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        return error_response(
-            405, f"{request.path} takes {allowed}, not {request.method}.", None, {"allow": allowed}
-        )
-    except web.HTTPRequestEntityTooLarge:
-        return error_response(413, "The request body is too large.")
-    except web.HTTPException as error:
-        return error_response(error.status, error.reason)

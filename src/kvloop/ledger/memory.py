@@ -189,8 +189,8 @@ class Ledger:
         entry = self._entries.get(reference_id)
         return self._take(entry) if entry is not None else None
 
-    def drop_engine(self, decode: str, keep_engine_id: str | None = None) -> int:
-        """Forget what a decode node held in an earlier life; returns how many references died.
+    def drop_engine(self, decode: str, keep_engine_id: str | None = None) -> list[ClaimedReference]:
+        """Forget what a decode node held in an earlier life; returns the references that died.
 
         ``keep_engine_id``: the engine that runs there now, if known.
         """
@@ -199,9 +199,8 @@ class Ledger:
             for reference_id in self._order(decode).ids()
             if not self._is_of(reference_id, keep_engine_id)
         ]
-        for reference_id in doomed:
-            self._remove(reference_id)
-        return len(doomed)
+        taken = [self._remove(reference_id) for reference_id in doomed]
+        return [claimed for claimed in taken if claimed is not None]
 
     def drain(self) -> list[ClaimedReference]:
         """Take everything out: the router is going down and its pins are of no more use."""

@@ -35,6 +35,17 @@ _UPPER_HALF: Final = np.uint64(0xFFFFFFFF00000000)
 _HALF_BITS: Final = np.uint64(32)
 
 
+MAX_TOKEN_ID: Final = 2**32 - 1
+"""Larger ids are no characters of the hash."""
+
+
+def are_token_ids(value: object) -> bool:
+    """Whether this is a list of numbers that can be fingerprinted as tokens."""
+    return isinstance(value, list) and all(
+        type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in value
+    )
+
+
 class Fingerprinter:
     """Computes prefix fingerprints under one secret.
 

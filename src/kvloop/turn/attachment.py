@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from kvloop.ledger.pins import PinState
-from kvloop.turn.filing import release
+from kvloop.turn.releasing import release
 
 if TYPE_CHECKING:
     from kvloop.ledger.reference import ClaimedReference

@@ -14,8 +14,10 @@ from kvloop.engines.client import (
 )
 from kvloop.turn.bodies import decode_body
 from kvloop.turn.errors import TurnFailedError
-from kvloop.turn.filing import release_prefilled
+from kvloop.turn.releasing import release_prefilled
 from kvloop.turn.slots import slot
+
+_LEASE_MARGIN_S = 5.0
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -96,7 +98,7 @@ async def _open(
     )
     engine.breaker.began(services.clock())
     try:
-        async with asyncio.timeout(services.timeouts.first_byte_s):
+        async with asyncio.timeout(_longest_wait_s(request, services)):
             reply = await held.enter_async_context(leg)
     except TimeoutError as error:
         timeout = EngineTimeoutError(engine.url, "did not begin to answer in time")
@@ -110,6 +112,19 @@ async def _open(
         raise
     engine.breaker.answered(reply.status, services.clock())
     return reply
+
+
+def _longest_wait_s(request: TurnRequest, services: Services) -> float:
+    """For the head of D's answer.
+
+    vLLM sends a stream's head when it has taken the request, and from then on renews P's lease. A
+    D that takes it later reads blocks that P has freed, and answers from whatever is in them
+    (known failure 15). The head of a whole answer says nothing: it comes with the answer.
+    """
+    timeouts = services.timeouts
+    if not request.streamed:
+        return timeouts.decode_s
+    return min(timeouts.first_byte_s, max(1.0, timeouts.lease_s - _LEASE_MARGIN_S))
 
 
 def _note_error(engine: Engine, error: EngineError, services: Services) -> None:

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvloop.ledger.pins import PinState
-from kvloop.ledger.reference import ClaimedReference, KVReference
+from kvloop.ledger.reference import KVReference
 from kvloop.ledger.retention import tokens_over
+from kvloop.proof.fingerprint import are_token_ids
 from kvloop.proof.trim import unusable_reason
 from kvloop.turn.answer_stream import NOTHING_SAID
+from kvloop.turn.releasing import release, release_claimed
 from kvloop.turn.restarts import note_engine_id
 from kvloop.wire import REMOTE_ENGINE_ID, REMOTE_EXPIRY_TIME, REMOTE_NUM_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from kvloop.engines.facts import EngineLoad
     from kvloop.engines.fleet import Engine
@@ -68,7 +70,8 @@ def _file(
     if unusable is not None or prompt is None:
         release(pin_id, decode.url, params, services)
         return f"released_{unusable}"
-    retained = [*prompt.ids.ids, *(end.token_ids or ())][: params[REMOTE_NUM_TOKENS]]
+    generated = end.token_ids if are_token_ids(end.token_ids) else None
+    retained = [*prompt.ids.ids, *(generated or ())][: params[REMOTE_NUM_TOKENS]]
     reference = KVReference(
         reference_id=pin_id,
         decode=decode.url,
@@ -84,7 +87,7 @@ def _file(
     )
     release_claimed(services.ledger.file(reference, supersedes), "superseded", services)
     relieve(decode, services)
-    return "filed" if end.token_ids is not None else "filed_prompt_only"
+    return "filed" if generated is not None else "filed_prompt_only"
 
 
 def _file_home(
@@ -155,39 +158,3 @@ def relieve(decode: Engine, services: Services, load: EngineLoad | None = None) 
     )
     if over:
         release_claimed(services.ledger.evict(decode.url, over), "evicted", services)
-
-
-def release_claimed(
-    references: Iterable[ClaimedReference], outcome: str, services: Services
-) -> None:
-    """Have D free what fell out of the ledger unused."""
-    for claimed in references:
-        services.metrics.references.labels(outcome=outcome).inc()
-        release(claimed.reference_id, claimed.reference.decode, claimed.params, services)
-
-
-def release(pin_id: int, decode: str, params: dict[str, Any], services: Services) -> None:
-    """Have D free a pin's blocks, by way of whichever prefill node is usable then."""
-    if services.fleet.engine(decode).frees_on_release is False:
-        services.pins.move(pin_id, PinState.STUCK)
-        return
-
-    def done(is_free: bool) -> None:
-        if is_free:
-            services.pins.gone(pin_id)
-        else:
-            services.pins.move(pin_id, PinState.STUCK)
-
-    services.pins.move(pin_id, PinState.LEAVING)
-    services.releases.soon(lambda: usable_url(services.fleet.prefills), params, done)
-
-
-def release_prefilled(params: dict[str, Any] | None, services: Services) -> None:
-    """Have P free the blocks that no D will read; the consumer of P's blocks is a D."""
-    if params is not None:
-        services.releases.soon(lambda: usable_url(services.fleet.decodes), params)
-
-
-def usable_url(engines: Iterable[Engine]) -> str | None:
-    """The first usable engine, if any."""
-    return next((engine.url for engine in engines if engine.usable), None)

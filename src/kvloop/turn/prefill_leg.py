@@ -22,7 +22,7 @@ from kvloop.engines.client import (
 )
 from kvloop.turn.bodies import prefill_body
 from kvloop.turn.errors import EngineRefusedError, TurnFailedError
-from kvloop.turn.filing import release_prefilled
+from kvloop.turn.releasing import release_prefilled
 from kvloop.turn.slots import slot
 from kvloop.wire import CLAIM_HOLDERS, CLAIM_REPORT, REFERENCE_FIELDS, REMOTE_CACHED_TOKENS
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from kvloop.engines.client import EngineError
+from kvloop.proof.fingerprint import MAX_TOKEN_ID, are_token_ids
 from kvloop.turn.bodies import PromptIds, render_body
 from kvloop.turn.errors import EngineRefusedError
 from kvloop.turn.plan import ProvenPrompt, boundaries_of
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvloop.turn")
 
-MAX_TOKEN_ID = 2**32 - 1
-
 
 class _Rendered(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
 
 async def render(
@@ -55,8 +54,7 @@ def _ids_in_the_request(request: TurnRequest) -> list[int] | None:
         return None
     if not isinstance(prompt, list) or not prompt:
         return None
-    are_ids = all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in prompt)
-    return prompt if are_ids else None
+    return prompt if are_token_ids(prompt) else None
 
 
 async def _ask(request: TurnRequest, renderer: Engine, services: Services) -> list[int] | None:

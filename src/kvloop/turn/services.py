@@ -35,6 +35,8 @@ class Timeouts:
     """The whole P leg of a pull, before it is given up and done again cold."""
     first_byte_s: float
     """D's silence before its answer's first byte."""
+    lease_s: float
+    """How long P keeps its blocks while no D has asked for them (`kv_lease_duration`)."""
     silence_s: float
     """D's silence between two events."""
     decode_s: float

@@ -159,8 +159,43 @@ def test_a_second_use_before_anything_was_overwritten_happens_to_be_right_and_is
     first = turn(p, d, HISTORY)
     longer = [*HISTORY, *first.output, *range(40)]
     for late in (0, 1):
-        assert turn(p, d, longer, first.params).output == reference_answer(longer, 20)
+        pulled = p.serve(longer, 20, {**first.params, **COLD})
+        assert pulled.output == reference_answer(longer, 20)
         assert d.late_notices == late
+
+
+def test_blocks_that_are_not_cached_are_the_first_to_be_taken_again() -> None:
+    """vLLM's free_blocks puts them in front: a late reader meets another request's KV at once."""
+    p, d, _ = pair(prefix_caching=False)
+    first = turn(p, d, HISTORY)
+    longer = [*HISTORY, *first.output, *range(40)]
+    p.serve(longer, 1, {**first.params, **COLD})
+    d.serve([7], 1)
+    late = p.serve(longer, 20, {**first.params, **COLD})
+    assert late.output != reference_answer(longer, 20)
+
+
+def test_every_position_that_was_read_counts_not_the_last_alone() -> None:
+    p, d, _ = pair(prefix_caching=False)
+    first = turn(p, d, HISTORY)
+    (block, *_), *_ = first.params["remote_block_ids"]
+    d.memory.blocks[block].kv[3] += 1
+    longer = [*HISTORY, *first.output, *range(40)]
+    pulled = p.serve(longer, 20, {**cut(first.params, 160), **COLD})
+    assert pulled.output != reference_answer(longer, 20)
+
+
+def test_engines_that_have_met_do_not_look_at_the_address_again() -> None:
+    p, d, _ = pair(prefix_caching=False)
+    for port, status in ((9, 500), (None, 200), (9, 200)):
+        first = turn(p, d, HISTORY)
+        reference = {**first.params, **COLD, "remote_port": port or d.side_port}
+        longer = [*HISTORY, *first.output, *range(40)]
+        if status == 200:
+            assert p.serve(longer, 20, reference).output == reference_answer(longer, 20)
+        else:
+            with pytest.raises(LoadFailedError):
+                p.serve(longer, 20, reference)
 
 
 def test_a_stale_reference_sent_without_its_expiry_is_read_all_the_same() -> None:
@@ -305,7 +340,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first_from_the_end() -> N
     for start in (1, 2, 3):
         d.serve([start, *HISTORY], 1)
     cached = [d.serve([start, *HISTORY], 1).cached_tokens for start in (3, 2, 1)]
-    assert cached == [160, 160, 96]  # each takes a block more for its last token
+    assert cached == [160, 160, 144]  # they share a block for the last token
 
 
 # Deaths

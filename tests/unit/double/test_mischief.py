@@ -219,18 +219,20 @@ async def test_an_engine_can_render_otherwise_than_it_computes_and_ignore_our_id
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "kind"),
     [
-        {},
-        {"messages": []},
-        {"messages": ["x"]},
-        {"messages": MESSAGES, "max_tokens": 200_000},
-        {"messages": MESSAGES, "kv_transfer_params": []},
+        ({}, "Bad Request"),
+        ({"messages": []}, "BadRequestError"),
+        ({"messages": ["x"]}, "Bad Request"),
+        ({"messages": MESSAGES, "max_tokens": 200_000}, "BadRequestError"),
+        ({"messages": MESSAGES, "kv_transfer_params": []}, "Bad Request"),
+        ({"messages": MESSAGES, "stream_options": {"include_usage": True}}, "BadRequestError"),
+        ({"messages": MESSAGES, "n": 2, "temperature": 0}, "BadRequestError"),
     ],
 )
-async def test_bad_requests_are_refused_in_vllms_shape(body: dict[str, object]) -> None:
+async def test_bad_requests_are_refused_in_vllms_shape(body: dict[str, object], kind: str) -> None:
     async with doubles() as s:
         status, answer = await s.post(s.d_url + CHAT, body)
         assert status == answer["error"]["code"] == 400
-        assert answer["error"]["type"] == "BadRequestError"
+        assert answer["error"]["type"] == kind
         assert set(answer["error"]) == {"message", "type", "param", "code"}

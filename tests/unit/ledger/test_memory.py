@@ -137,7 +137,7 @@ def test_k09_references_of_a_restarted_engine_die() -> None:
         reference(2, TOKENS, boundaries=(b"2",), decode="http://d2", engine_id="old"),
         reference(3, TOKENS, boundaries=(b"3",), decode="http://d1", engine_id="new"),
     )
-    assert ledger.drop_engine("http://d1", keep_engine_id="new") == 1
+    assert len(ledger.drop_engine("http://d1", keep_engine_id="new")) == 1
     assert [found_ids(ledger, key) for key in (b"1", b"2", b"3")] == [[], [2], [3]]
 
 
@@ -147,7 +147,7 @@ def test_k25_data_parallel_ranks_of_one_engine_live_together() -> None:
         reference(2, TOKENS, boundaries=(b"2",), engine_id="new_dp0"),
         reference(3, TOKENS, boundaries=(b"3",), engine_id="new_dp1"),
     )
-    assert ledger.drop_engine("http://d", keep_engine_id="new_dp1") == 1
+    assert len(ledger.drop_engine("http://d", keep_engine_id="new_dp1")) == 1
     assert [found_ids(ledger, key) for key in (b"1", b"2", b"3")] == [[], [2], [3]]
 
 
