@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
 
-.PHONY: demo test check lint engines-test bench engines dev clean
+.PHONY: demo test check lint engines-test machine mutants soak bench engines dev clean
 
 demo: $(VENV)/.engines
 	$(BIN)/kvloop demo $(DEMO)
@@ -13,9 +13,9 @@ demo: $(VENV)/.engines
 test: lint $(VENV)/.engines
 	$(BIN)/pytest
 
-# Seconds: all that needs no engine.
+# A minute or two: all that needs no engine, but for the long run of the state machine.
 check: lint
-	$(BIN)/pytest tests/unit tests/router
+	$(BIN)/pytest tests/unit tests/router tests/fuzz
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests bench tools
@@ -23,12 +23,27 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 engines-test: $(VENV)/.engines
-	$(BIN)/pytest tests/engines
+	$(BIN)/pytest tests/engines tests/claims
+
+# The state machine: 100,000 turns (as in `make test`), with seeds of your own: make machine SEED=7
+SEED ?= 1
+machine: $(VENV)/.dev
+	$(BIN)/python -m tests.machine --seed $(SEED) --turns 100000
+
+# Hours: five million turns.
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.machine --seed $(SEED) --turns 5000000
+
+# Each guard taken out in turn; the state machine must notice.
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.machine.mutants --seed $(SEED)
 
 bench: $(VENV)/.engines
 	mkdir -p bench/results
 	$(BIN)/python bench/relay.py --json bench/results/relay.json
 	$(BIN)/python bench/ttft.py --json bench/results/ttft.json
+	$(BIN)/python bench/ledger.py --json bench/results/ledger.json
+	$(BIN)/python bench/slow_clients.py --json bench/results/slow_clients.json
 
 dev: $(VENV)/.dev
 engines: $(VENV)/.engines

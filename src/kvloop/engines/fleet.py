@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvloop.engines.gate import Gate
 
 
+_MAX_RELEASE_CHECKS = 20
+"""An engine that is never idle is left alone."""
+
+
 class Role(Enum):
     """What an engine is for."""
 
@@ -45,6 +49,8 @@ class Engine:
     """Probes in a row that were not answered in time."""
     frees_on_release: bool | None = None
     """Whether this life of it frees blocks that are released without a read; None: not tried."""
+    release_checks: int = 0
+    """How often that was tried in this life."""
     residency: Residency = field(default_factory=lambda: Residency(0))
     breaker: Breaker = field(default_factory=Breaker)
     load: EngineLoad | None = None
@@ -57,12 +63,24 @@ class Engine:
         """Whether a turn may be sent to it."""
         return self.trouble is None and self.facts is not None
 
+    @property
+    def is_release_to_be_tried(self) -> bool:
+        """Whether it is worth finding out if it frees blocks that are released unread."""
+        return (
+            self.usable
+            and self.facts is not None
+            and not self.facts.claims  # it pins nothing
+            and self.frees_on_release is None
+            and self.release_checks < _MAX_RELEASE_CHECKS
+        )
+
     def seen(self, facts: EngineFacts) -> bool:
         """It is healthy; returns whether it is another process than before."""
         restarted = self.facts is not None and self.facts.started_s != facts.started_s
         if restarted:
             self.breaker = Breaker()
             self.frees_on_release = None
+            self.release_checks = 0
         if self.facts is None or restarted:
             self.residency = Residency(facts.kv_capacity_tokens if facts.prefix_caching else 0)
         self.facts = facts

@@ -183,8 +183,9 @@ class Router:
         while True:
             for decode in fleet.decodes:
                 prefill = next((engine for engine in fleet.prefills if engine.usable), None)
-                if prefill is None or not decode.usable or decode.frees_on_release is not None:
+                if prefill is None or not decode.is_release_to_be_tried:
                     continue
+                decode.release_checks += 1
                 verdict = await frees_on_release(prefill, decode, self.services.client)
                 decode.frees_on_release = verdict
                 if verdict is False:
