@@ -77,6 +77,12 @@ class Settings:
     pin_budget: float = _setting(
         0.5, "share of a decode node's KV cache that may be pinned for later turns"
     )
+    canary_share: float = _setting(
+        0.0, "share of pulled turns that are also computed cold and compared; 0: none"
+    )
+    canary_tolerance: float = _setting(
+        0.5, "nats by which the two may differ (numerical noise) before reuse is switched off"
+    )
     check_releases: bool = _setting(
         True, "try once whether each decode node frees blocks that are released unread"
     )
@@ -129,7 +135,7 @@ class Settings:
         for name in _ABOVE_ZERO:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: must be more than 0")
-        for name in ("pin_budget",):
+        for name in ("pin_budget", "canary_share"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name}: a share is at most 1, not {getattr(self, name)}")
         if self.deadline_margin_s >= self.kv_ttl_s:

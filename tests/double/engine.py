@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from tests.double import transfer
 from tests.double.exchange import ORIGIN
 from tests.double.fabric import DiedError, Fabric, HangError, LoadFailedError, RefusedError
-from tests.double.kv import KVMemory, OutOfBlocksError, next_kv
+from tests.double.kv import KVMemory, OutOfBlocksError, Seed, next_kv
 from tests.double.sampler import PLAIN, Style, identity_seed, reference_answer, sample
 from tests.double.tokens import IM_END
 
@@ -118,6 +118,8 @@ class Engine:
         self.pause_stream_after: int | None = None
         self.refuse_next: list[int] = []
         self.renders_differently = False
+        self.spoils_reads = False
+        """What it reads from others arrives as something else, and nobody is told."""
         self.token_delay_s = 0.0
         self.token_gate: asyncio.Semaphore | None = None
         # What became of it
@@ -228,7 +230,7 @@ class Sequence:
         engine: Engine,
         *,
         request_id: str,
-        seed: int,
+        seed: Seed,
         prompt: list[int],
         max_tokens: int,
         asked: dict[str, Any],
@@ -322,7 +324,7 @@ class Sequence:
             self.wrong_kv = hash(tuple(held)) | 1
 
     def _compute(self, token: int, position: int) -> None:
-        before = self.memory.read(self.table, position - 1) if position else self.seed
+        before = self.memory.read(self.table, position - 1) if position else self.seed.kv
         self.memory.write(self.table, next_kv(before ^ self.wrong_kv, token), position)
 
     def _file(self) -> None:

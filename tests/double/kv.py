@@ -13,16 +13,23 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 RUBBISH = 0x0BAD
 _MASK = (1 << 61) - 1
-_HASHED = 0x4A5C  # block hashes are no KV
 
 
 def seed_of(identity: str) -> int:
     """Where the KV of an identity's prompts starts."""
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK
+
+
+class Seed(NamedTuple):
+    """Where an identity's prompts start: their KV, and the hashes under which it is cached."""
+
+    kv: int
+    hashes: int
 
 
 def next_kv(before: int, token: int) -> int:
@@ -151,9 +158,9 @@ class KVMemory:
         self.blocks[block].kv = list(remote.blocks[remote_block].kv)
         table.append(block)
 
-    def is_chain(self, seed: int, token_ids: list[int], table: list[int]) -> bool:
+    def is_chain(self, seed: Seed, token_ids: list[int], table: list[int]) -> bool:
         """Whether the first positions hold what these tokens make of ``seed``."""
-        kv, size = seed, self.block_size
+        kv, size = seed.kv, self.block_size
         for number in range(self.blocks_for(len(token_ids))):
             tokens = token_ids[number * size : (number + 1) * size]
             held = self.blocks[table[number]].kv
@@ -181,7 +188,7 @@ class KVMemory:
 
     # Prefix cache
 
-    def lookup(self, seed: int, token_ids: list[int]) -> list[int]:
+    def lookup(self, seed: Seed, token_ids: list[int]) -> list[int]:
         """Cached leading blocks of a prompt. At least one token is always left to compute."""
         found: list[int] = []
         if self.prefix_caching:
@@ -192,7 +199,7 @@ class KVMemory:
                 found.append(block)
         return found
 
-    def hit(self, seed: int, token_ids: list[int]) -> list[int]:
+    def hit(self, seed: Seed, token_ids: list[int]) -> list[int]:
         """As :meth:`lookup`, taken into use and counted."""
         found = self.lookup(seed, token_ids)
         for block in found:
@@ -203,13 +210,13 @@ class KVMemory:
             self.hit_tokens += len(found) * self.block_size
         return found
 
-    def shortage(self, seed: int, prompt: list[int], num_tokens: int, promised: int) -> int:
+    def shortage(self, seed: Seed, prompt: list[int], num_tokens: int, promised: int) -> int:
         """Blocks lacking for a request of ``num_tokens`` beside those promised to others."""
         found = self.lookup(seed, prompt)
         free = len(self.free) - sum(block in self.free for block in found)
         return self.blocks_for(num_tokens) + promised - len(found) - free
 
-    def file(self, seed: int, token_ids: list[int], table: list[int]) -> None:
+    def file(self, seed: Seed, token_ids: list[int], table: list[int]) -> None:
         """File a request's full blocks under what their tokens *should* have made of them."""
         if not self.prefix_caching:
             return
@@ -220,16 +227,16 @@ class KVMemory:
                 self.hash_of[block] = known_as
                 self.poisoned += self.read([block], self.block_size - 1) != truth
 
-    def _hashes(self, seed: int, token_ids: list[int]) -> list[int]:
-        known_as, hashes, size = next_kv(seed, _HASHED), [], self.block_size
+    def _hashes(self, seed: Seed, token_ids: list[int]) -> list[int]:
+        known_as, hashes, size = seed.hashes, [], self.block_size
         for start in range(0, len(token_ids) // size * size, size):
             known_as = _block_chain(known_as, tuple(token_ids[start : start + size]))
             hashes.append(known_as)
         return hashes
 
-    def _truths(self, seed: int, token_ids: list[int]) -> list[int]:
+    def _truths(self, seed: Seed, token_ids: list[int]) -> list[int]:
         """KV that the last token of each full block should have."""
-        kv, truths, size = seed, [], self.block_size
+        kv, truths, size = seed.kv, [], self.block_size
         for start in range(0, len(token_ids) // size * size, size):
             kv = _block_chain(kv, tuple(token_ids[start : start + size]))
             truths.append(kv)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.double.kv import chain, next_kv, seed_of
+from kvloop.turn.canary import CANARY_SALT
+from tests.double.kv import Seed, chain, next_kv, seed_of
 from tests.double.tokens import IM_END, encode, pair
 
 _FREE = None
@@ -39,9 +40,17 @@ class Style:
 PLAIN = Style()
 
 
-def identity_seed(salt: str = "", adapter: str = "", media: str = "") -> int:
-    """Where a chain starts: different adapters, salts and media never share KV."""
-    return seed_of(f"{salt}\0{adapter}\0{media}")
+def identity_seed(salt: str = "", adapter: str = "", media: str = "") -> Seed:
+    """Where a chain starts: different adapters, salts and media never share KV.
+
+    In life a salt changes no KV, only the hashes. Here it does, so that an attach across salts
+    shows in the answer; but not the salts by which the router only keeps out of prefix caches.
+    """
+    own = "" if salt.startswith(CANARY_SALT) else salt
+    return Seed(
+        kv=seed_of(f"{own}\0{adapter}\0{media}"),
+        hashes=seed_of(f"hashes {salt}\0{adapter}\0{media}"),
+    )
 
 
 def sample(kv: int, number: int, style: Style = PLAIN) -> int:
@@ -71,7 +80,7 @@ def reference_answer(
     ignore_eos: bool = False,
 ) -> list[int]:
     """The answer of an engine that computed everything."""
-    kv = chain(identity_seed(salt, adapter, media), prompt)
+    kv = chain(identity_seed(salt, adapter, media).kv, prompt)
     output: list[int] = []
     while len(output) < max_tokens:
         output.append(sample(kv, len(output), style))

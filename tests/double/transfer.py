@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.double.exchange import ORIGIN
 from tests.double.fabric import Handover, HangError, LoadFailedError
-from tests.double.kv import Pin
+from tests.double.kv import RUBBISH, Pin, Seed
 
 if TYPE_CHECKING:
     from tests.double.engine import Engine, Sequence
@@ -22,7 +22,7 @@ _WHERE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 def pull(
-    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: int
+    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: Seed
 ) -> int:
     """Read what the request's reference offers into its table; the number of tokens read.
 
@@ -52,7 +52,7 @@ def pull(
 
 
 def _claim(
-    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: int
+    engine: Engine, asked: dict[str, Any], prompt: list[int], table: list[int], seed: Seed
 ) -> int:
     """Ask holders by block hash, as kvloop's connector does, and read the longest grant."""
     wanted = ((len(prompt) - 1) // engine.block_size - len(table)) * engine.block_size
@@ -112,6 +112,8 @@ def _read(engine: Engine, asked: dict[str, Any], table: list[int], num_tokens: i
     )
     for block in remote[-needed:]:
         engine.memory.copy_in(table, producer.memory, block)
+        if engine.spoils_reads:
+            engine.memory.blocks[table[-1]].kv = [RUBBISH] * engine.block_size
     engine.fabric.read_tokens += num_tokens
     engine.counters.external_hits += num_tokens
     engine.counters.transfers += 1

@@ -36,6 +36,7 @@ _VALUES = {
     "log_level": "debug",
     "fingerprint_secret": "x" * 16,
     "pin_budget": "0.3",
+    "canary_share": "0.3",
 }
 
 

@@ -32,6 +32,7 @@ from kvloop.ledger.pins import Pins
 from kvloop.observe.metrics import Metrics
 from kvloop.policy.pull_threshold import PullThreshold
 from kvloop.proof.fingerprint import Fingerprinter
+from kvloop.turn.canary import Canary
 from kvloop.turn.filing import relieve
 from kvloop.turn.orphans import Orphans
 from kvloop.turn.release_check import frees_on_release
@@ -71,6 +72,7 @@ class Router:
         self.settings = settings
         client = client or HttpEngineClient(settings.connect_timeout_s, settings.engine_api_key)
         metrics = Metrics()
+        pairs = Pairs()
         secret = settings.fingerprint_secret.encode() or secrets.token_bytes(32)
         self.services = Services(
             fleet=Fleet.of(
@@ -83,7 +85,8 @@ class Router:
             ledger=Ledger(settings.max_references, settings.max_ledger_bytes),
             pins=Pins(),
             pin_budget=settings.pin_budget,
-            pairs=Pairs(),
+            pairs=pairs,
+            canary=Canary(settings.canary_share, settings.canary_tolerance, client, pairs, metrics),
             policy=PullThreshold(settings.threshold_tokens),
             fingerprinter=Fingerprinter(secret),
             deadlines=DeadlineClock(settings.kv_ttl_s, settings.deadline_margin_s),
@@ -161,7 +164,10 @@ class Router:
         if self.settings.check_releases:
             jobs.append(self._check_releases())
         async with self.services.client, _background(*jobs):
-            yield
+            try:
+                yield
+            finally:
+                await self.services.canary.close()
             await self._give_everything_back()
 
     async def _lifetime(self, _app: web.Application) -> AsyncGenerator[None]:

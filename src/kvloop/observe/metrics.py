@@ -86,6 +86,18 @@ class Metrics:
             ["role", "why"],
             registry=self.registry,
         )
+        self.canary_checks = Counter(
+            "kvloop_canary_checks",
+            "Pulled turns that were also computed cold, by how the two compared",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.reuse_off = Gauge(
+            "kvloop_reuse_off",
+            "1 while reuse is off between two engines because their answers diverged: an alarm",
+            ["prefill", "decode"],
+            registry=self.registry,
+        )
         self.orphans = Counter(
             "kvloop_orphaned_prefills",
             "Prefill legs whose client had left, by how they ended",

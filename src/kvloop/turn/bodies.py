@@ -13,6 +13,8 @@ from kvloop.turn.request import Api
 from kvloop.wire import KV_PARAMS, PROMPT_TOKEN_IDS, STREAM_REFERENCE_ASK, cold_prefill_params
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvloop.turn.request import TurnRequest
 
 PREFILL_OWNS: Final = frozenset(
@@ -58,11 +60,15 @@ def render_body(request: TurnRequest) -> bytes:
 
 
 def prefill_body(
-    request: TurnRequest, prompt: PromptIds | None, reuse: dict[str, Any] | None
+    request: TurnRequest,
+    prompt: PromptIds | None,
+    reuse: dict[str, Any] | None,
+    more: Mapping[str, Any] | None = None,
 ) -> bytes:
     """P's request: compute the prompt, keep its KV.
 
-    ``reuse``: what tells P where it may read some of it, a reference or holders to ask.
+    ``reuse``: what tells P where it may read some of it, a reference or holders to ask. ``more``:
+    fields that the router wants for itself.
     """
     owned = PREFILL_OWNS if prompt is None else PREFILL_OWNS | PREFILL_OWNS_WITH_IDS
     body = {name: value for name, value in request.body.items() if name not in owned}
@@ -70,6 +76,7 @@ def prefill_body(
     if "max_completion_tokens" in request.body:
         body["max_completion_tokens"] = 1
     body["stream"] = False
+    body |= more or {}
     if prompt is not None and body.get("tools"):
         body["tool_choice"] = "none"  # vLLM's default for tools, "auto", needs a parser on P
     params = {**(reuse or {}), **cold_prefill_params()}

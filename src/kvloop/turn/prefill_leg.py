@@ -109,7 +109,8 @@ async def _pull(
         receipt.why = "reference_lapsed"
         attachment.release()
         return None
-    body = prefill_body(request, prompt.ids if prompt else None, reuse)
+    more = services.canary.asked_of_p(request) if prompt is not None else {}
+    body = prefill_body(request, prompt.ids if prompt else None, reuse, more)
     breaker = services.pairs.breaker(engine.url, plan.source)
     attachment = attachment.hand_over()  # it ends with the leg, which may outlive the turn
 
@@ -134,6 +135,7 @@ async def _pull(
             breaker.succeeded()
             engine.breaker.succeeded()
             attachment.was_read()
+            services.canary.soon(request, prompt, reply.body, engine.url, plan.source)
             return _read(engine, reply)
         receipt.cold_retry = f"status_{reply.status}"
         if reply.status >= 500:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvloop.observe.metrics import Metrics
     from kvloop.policy.route import Policy
     from kvloop.proof.fingerprint import Fingerprinter
+    from kvloop.turn.canary import Canary
     from kvloop.turn.orphans import Orphans
 
 
@@ -59,6 +60,7 @@ class Services:
     deadlines: DeadlineClock
     releases: Releases
     orphans: Orphans
+    canary: Canary
     metrics: Metrics
     timeouts: Timeouts
     clock: Callable[[], float]
