@@ -85,6 +85,8 @@ class World:
         delays = random.Random(f"delays {seed}")
         self.client = InProcessClient(lambda: delays.choice([0.0, 0.0, 0.001, 0.02, 0.3]))
         claims = chance.random() < 0.15
+        self.ignores_ids = chance.random() < 0.1
+        """Engines that render by themselves, whatever ids they are sent."""
         self.prefills = [
             self._engine(f"http://p{n}", claims=claims) for n in range(chance.randint(1, 3))
         ]
@@ -140,7 +142,8 @@ class World:
             num_blocks=num_blocks,
             prefix_caching=is_decode or chance.random() < 0.6,
             plugin=plugin,
-            ttl_s=TTL_S,
+            # Some pin for shorter than the router was told: their references are refused.
+            ttl_s=chance.choice([TTL_S, TTL_S, TTL_S / 4]),
         )
         engine.adapters = set(clients.ADAPTERS)
         engine.claims = claims
@@ -149,6 +152,8 @@ class World:
         # On P it would spoil P to D, which is not ours to mend.
         engine.extra_exported_blocks = chance.choice([0, 0, 0, 1]) if is_decode else 0
         engine.kv_recompute_threshold = chance.choice([0, 16, 64])
+        engine.ignores_ids = self.ignores_ids
+        engine.renders_differently = self.ignores_ids
         engine.lease_s = 30.0
         engine.native_stream_reference = is_native
         engine.parses_output = self.model.parses_output
@@ -444,7 +449,7 @@ class World:
             request_id = json.loads(reference.params)["remote_request_id"]
             if reference.engine_id != engine.engine_id:
                 raise BrokenInvariantError(f"{decode.url}: a reference of an earlier life is kept")
-            if request_id not in engine.memory.pins:
+            if request_id not in engine.memory.pins and engine.ttl_s == TTL_S:
                 raise BrokenInvariantError(f"{decode.url}: {request_id} is kept, and not pinned")
 
     def _check_the_end(self) -> None:

@@ -56,15 +56,21 @@ async def test_k08_reads_that_arrive_as_something_else_switch_their_pair_off() -
         assert prefill == s.router.settings.prefill[0]
         assert decode == s.router.settings.decode[0]
         assert "nats" in why
-        registry = s.router.services.metrics.registry
-        names = {"prefill": prefill, "decode": decode}
-        assert registry.get_sample_value("kvloop_reuse_off", names) == 1
+        alarm = f'kvloop_reuse_off{{decode="{decode}",prefill="{prefill}"}} 1.0'
+        assert alarm in await (await s.http.get(f"{s.admin_url}/metrics")).text()
         s.fabric.now_s += 10_000.0  # no pause ends it
         pulled_by = len(s.fabric.handovers)
         assert await two_turns(s, "later") == "recompute"
         await s.chat(opening("the other P's turn"))
         assert await two_turns(s, "later still") == "pull"
         assert len(s.fabric.handovers) > pulled_by
+        pair = {"prefill": prefill, "decode": decode}
+        async with s.http.post(f"{s.admin_url}/pairs/reset", json=pair) as response:
+            assert (await response.json())["reset"] is True
+        assert alarms(s) == []
+        assert alarm not in await (await s.http.get(f"{s.admin_url}/metrics")).text()
+        async with s.http.post(f"{s.admin_url}/pairs/reset", data=b"nonsense") as response:
+            assert response.status == 400
 
 
 async def test_the_sample_is_by_request_id() -> None:

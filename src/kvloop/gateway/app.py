@@ -24,6 +24,7 @@ from kvloop.gateway.connection import Limits
 from kvloop.gateway.counters import Counters
 from kvloop.gateway.identity import Callers
 from kvloop.gateway.keys import KeyFile
+from kvloop.gateway.operators import Operators
 from kvloop.gateway.status import Status, limits
 from kvloop.gateway.turns import Turns, wait_for_body
 from kvloop.ledger.deadline import DeadlineClock
@@ -134,6 +135,7 @@ class Router:
         app.router.add_get("/ready", self._status.ready_in_full)
         app.router.add_get("/engines", self._status.engines)
         app.router.add_get("/metrics", self._status.metrics)
+        app.router.add_post("/pairs/reset", Operators(self.services.pairs).reset_pair)
         return app
 
     def admin_limits(self) -> Limits:

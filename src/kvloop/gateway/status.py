@@ -67,7 +67,12 @@ class Status:
     async def engines(self, _: web.Request) -> web.Response:
         """Every engine as it is now."""
         fleet = self._services.fleet
-        return json_response({"engines": [self._engine(engine) for engine in fleet.engines]})
+        off = [
+            {"prefill": prefill, "decode": decode, "why": why}
+            for prefill, decode, why in self._services.pairs.switched_off()
+        ]
+        engines = [self._engine(engine) for engine in fleet.engines]
+        return json_response({"engines": engines, "reuse_off": off})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus' text format."""
@@ -75,6 +80,9 @@ class Status:
         metrics.ledger_entries.set(len(ledger))
         metrics.ledger_bytes.set(ledger.num_bytes)
         self._limits.counters.connections.set(len(self._limits.open))
+        metrics.reuse_off.clear()
+        for prefill, decode, _why in self._services.pairs.switched_off():
+            metrics.reuse_off.labels(prefill, decode).set(1)
         for engine in self._services.fleet.engines:
             self._measure(engine)
         return web.Response(

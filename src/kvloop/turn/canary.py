@@ -183,5 +183,4 @@ class Canary:
         )
         if apart > _GROSS * self.tolerance or sum(seen) > _MILD_ALLOWED:
             self.pairs.switch_off(prefill, decode, f"canary: {apart:.2f} nats apart")
-            self.metrics.reuse_off.labels(prefill, decode).set(1)
             seen.clear()
