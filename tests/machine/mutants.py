@@ -56,13 +56,6 @@ MUTANTS = (
         "REMOTE_BLOCK_IDS: [blocks[:num_blocks]]}",
     ),
     Mutant(
-        "last-token",
-        "a prompt may be read to its very end",
-        "proof/trim.py",
-        "usable = min(common, retained, prompt - 1)",
-        "usable = min(common, retained, prompt + block_size)",
-    ),
-    Mutant(
         "claim-once",
         "a claimed reference stays in the ledger",
         "ledger/memory.py",
