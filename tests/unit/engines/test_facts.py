@@ -69,3 +69,10 @@ vllm:num_requests_waiting_by_reason{engine="1",reason="capacity"} 1.0
 """
     assert read_load(body) == EngineLoad(kv_usage=0.75, running=7, waiting=2)
     assert read_load(b"") == EngineLoad(kv_usage=0.0, running=0, waiting=0)
+
+
+def test_k14_k29_older_versions_are_known_too() -> None:
+    for version, is_supported in {"0.31.3": False, "0.32.0": True, "1.0.0": True}.items():
+        body = f'{{"version": "{version}"}}'.encode()
+        facts = read_facts(METRICS, MODELS, body, renders=True)
+        assert facts.is_supported is is_supported

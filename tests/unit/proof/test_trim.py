@@ -84,3 +84,10 @@ def test_block_sizes_that_no_proof_fits_are_refused(block_size: int) -> None:
 
 def test_a_plain_reference_is_usable() -> None:
     assert unusable_reason(decode_params(70), 16) is None
+
+
+def test_k10_fields_that_we_do_not_know_go_on_as_they_came() -> None:
+    params = decode_params(64, remote_registration_generation=7, something_new={"a": [1]})
+    trimmed = trim(params, 32, 16)
+    assert trimmed["remote_registration_generation"] == 7
+    assert trimmed["something_new"] == {"a": [1]}
