@@ -72,7 +72,7 @@ async def test_k24_host_and_port_of_the_side_channel_go_on_as_the_engine_gave_th
 
 
 async def test_k27_what_gains_too_few_tokens_over_p_s_own_cache_is_not_pulled() -> None:
-    async with stack(prefix_caching=True, settings={"threshold_tokens": 64}) as s:
+    async with stack(prefix_caching=True, settings={"threshold_tokens": 96}) as s:
         messages = opening()
         first = await s.chat(messages, max_tokens=20)
         answer = await s.chat(follow(messages, first.text))
