@@ -59,7 +59,9 @@ async def _try(prefill: Engine, decode: Engine, client: EngineClient) -> bool:
     if held.kv_usage <= before.kv_usage:
         raise _CannotTellError("its metrics do not show the pin")
     body = release_body(pinned)
-    await client.post(prefill.url, _PATH, body, {}, timeout_s=_TIMEOUT_S)
+    reply = await client.post(prefill.url, _PATH, body, {}, timeout_s=_TIMEOUT_S)
+    if reply.status != 404:  # it went wrong before D could hear of it
+        raise _CannotTellError(f"{prefill.url} answered {reply.status} to the release")
     for _ in range(_POLLS):
         if (await _idle_load(decode, client)).kv_usage < held.kv_usage:
             return True
