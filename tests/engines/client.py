@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from kvloop.cluster.engine_spec import SERVED_MODEL_NAME
+from tests.contract.target import TTL_S
 from tests.streams import streamed_text, streamed_token_ids
 
 _numbers = itertools.count(1)
@@ -68,6 +70,26 @@ class Client:
         assert streamed_token_ids(on.raw)
         assert streamed_token_ids(on.raw) == streamed_token_ids(off.raw)
         return on
+
+
+async def metric(http: aiohttp.ClientSession, url: str, name: str) -> float:
+    """The sum of an engine's samples of one metric."""
+    async with http.get(f"{url}/metrics") as response:
+        text = await response.text()
+    return sum(
+        float(value) for value in re.findall(rf"^{name}\S* ([0-9.e+-]+)$", text, re.MULTILINE)
+    )
+
+
+async def until_nothing_is_pinned(http: aiohttp.ClientSession, url: str) -> None:
+    """Wait until the engine's blocks are free. It frees and reports when it steps: nudge it."""
+    async with asyncio.timeout(3 * TTL_S):
+        while await metric(http, url, "vllm:kv_cache_usage_perc") > 0:
+            nudge = {"model": SERVED_MODEL_NAME, "prompt": "x", "max_tokens": 1}
+            async with http.post(f"{url}/v1/completions", json=nudge) as response:
+                assert response.status == 200
+                await response.read()
+            await asyncio.sleep(0.5)
 
 
 def opening(topic: str = "rivers") -> list[dict[str, Any]]:

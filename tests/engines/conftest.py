@@ -11,14 +11,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import pytest
 
-from kvloop.cluster import LocalCluster, decode_spec, prefill_spec, prepare_model
+from kvloop.cluster import LocalCluster, prepare_model
 from kvloop.cluster.layout import share_cores
 from kvloop.config import Settings
 from kvloop.gateway.server import running, wait_until_ready
+from tests.contract.engines import specs as engine_specs
+from tests.contract.target import TTL_S
 from tests.engines.client import Client
 
-DECODER_TTL_S = 60
+DECODER_TTL_S = TTL_S
 """Short enough to see a reference expire, long enough for a turn."""
+_MARGIN_S = 6.0
+"""More than the 5 s within which P refuses by itself."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,16 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """`prefill-0` without prefix cache, `prefill-cached` with one, `decode-0`."""
+    """`prefill-0` without prefix cache, `decode-0` with one; either can take the other's role."""
     if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
         pytest.skip("vLLM and NIXL are not installed (`make engines`)")
-    for_prefill, for_decode = share_cores(sorted(os.sched_getaffinity(0)), 2)
-    model = prepare_model(None, print)
-    specs = [
-        prefill_spec(model, cores=for_prefill),
-        prefill_spec(model, name="prefill-cached", cores=for_prefill, prefix_caching=True),
-        decode_spec(model, cores=for_decode, decoder_kv_blocks_ttl_s=DECODER_TTL_S),
-    ]
+    cores = share_cores(sorted(os.sched_getaffinity(0)), 2)
+    specs = engine_specs(prepare_model(None, print), *cores)
     engines = LocalCluster(specs, tmp_path_factory.mktemp("engines"), print)
     with asyncio.Runner() as runner:
         runner.run(engines.__aenter__())
@@ -52,14 +51,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @asynccontextmanager
 async def router(
-    cluster: LocalCluster, prefill: str = "prefill-0", **settings: object
+    cluster: LocalCluster, prefill: str = "prefill-0", decode: str = "decode-0", **settings: object
 ) -> AsyncIterator[Client]:
     """A router in front of one P and the D, and a client of it."""
     chosen = {
         "prefill": (cluster.url(prefill),),
-        "decode": (cluster.url("decode-0"),),
+        "decode": (cluster.url(decode),),
         "port": 0,
+        "admin_port": 0,
         "kv_ttl_s": float(DECODER_TTL_S),
+        "deadline_margin_s": _MARGIN_S,
         **settings,
     }
     async with AsyncExitStack() as stack:

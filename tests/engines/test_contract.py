@@ -5,7 +5,7 @@ import re
 
 from kvloop.cluster import LocalCluster
 from tests.engines.client import follow, opening
-from tests.engines.conftest import router
+from tests.engines.conftest import DECODER_TTL_S, router
 
 
 async def test_the_plugin_runs_in_the_engines_and_says_what_they_are(cluster: LocalCluster) -> None:
@@ -16,7 +16,7 @@ async def test_the_plugin_runs_in_the_engines_and_says_what_they_are(cluster: Lo
         text = await response.text()
     labels = re.search(r"^kvloop:engine_info\{(.*)\} 1\.0$", text, re.MULTILINE)
     assert labels is not None
-    for expected in ('bidirectional_kv_xfer="true"', 'decoder_kv_blocks_ttl_s="60"'):
+    for expected in ('bidirectional_kv_xfer="true"', f'decoder_kv_blocks_ttl_s="{DECODER_TTL_S}"'):
         assert expected in labels[1]
 
 
@@ -50,7 +50,8 @@ async def test_an_unasked_stream_is_vllms_own(cluster: LocalCluster) -> None:
 async def test_a_prefill_node_with_a_prefix_cache_is_right_whatever_it_holds(
     cluster: LocalCluster,
 ) -> None:
-    async with router(cluster, prefill="prefill-cached", threshold_tokens=1) as client:
+    swapped = {"prefill": "decode-0", "decode": "prefill-0"}
+    async with router(cluster, **swapped, threshold_tokens=1) as client:
         messages = opening()
         answer = await client.both(messages)
         for text in ("And what else?", "Why is that?"):

@@ -1,43 +1,22 @@
 """Invariant 1 and 2 on real engines: with reuse, the answer is that of a run without it."""
 
-import asyncio
-import re
 from typing import Any
 
 from kvloop.cluster import LocalCluster
 from kvloop.proof.trim import trim
-from tests.engines.client import Client, follow, opening
+from tests.contract.engines import TOKEN_BYTES
+from tests.engines.client import follow, metric, opening, until_nothing_is_pinned
 from tests.engines.conftest import DECODER_TTL_S, router
 
 LONGER = " ".join(f"Also, sentence {i} says that the water is {i} degrees." for i in range(1, 9))
 
 
-async def metric(client: Client, url: str, name: str) -> float:
-    """The sum of an engine's samples of one metric."""
-    async with client.http.get(f"{url}/metrics") as response:
-        text = await response.text()
-    return sum(
-        float(value) for value in re.findall(rf"^{name}\S* ([0-9.e+-]+)$", text, re.MULTILINE)
-    )
-
-
-async def until_nothing_is_pinned(client: Client, url: str) -> None:
-    """Wait until D's blocks are free. An engine frees and reports when it steps: nudge it."""
-    async with asyncio.timeout(3 * DECODER_TTL_S):
-        while await metric(client, url, "vllm:kv_cache_usage_perc") > 0:
-            nudge = {"model": "smollm2", "prompt": "x", "max_tokens": 1}
-            async with client.http.post(f"{url}/v1/completions", json=nudge) as response:
-                assert response.status == 200
-                await response.read()
-            await asyncio.sleep(0.5)
-
-
-async def test_a_conversation_is_pulled_and_the_bytes_moved_are_those_that_we_count(
+async def test_k23_a_conversation_is_pulled_and_the_bytes_moved_are_those_that_we_count(
     cluster: LocalCluster,
 ) -> None:
     async with router(cluster) as client:
         url, name = cluster.url("prefill-0"), "vllm:nixl_bytes_transferred_sum"
-        before = await metric(client, url, name)
+        before = await metric(client.http, url, name)
         messages = opening()
         answer = await client.both(messages)
         pulled = 0
@@ -46,9 +25,9 @@ async def test_a_conversation_is_pulled_and_the_bytes_moved_are_those_that_we_co
             answer = await client.both(messages)
             assert answer.route == "pull"
             pulled += answer.pulled
-        moved = await metric(client, url, name) - before
+        moved = await metric(client.http, url, name) - before
         assert pulled > 400
-        assert moved == pulled * 30 * 2 * 3 * 64 * 2  # layers, K and V, heads, size, bf16
+        assert moved == pulled * TOKEN_BYTES
 
 
 async def test_k01_an_edited_history(cluster: LocalCluster) -> None:
@@ -102,7 +81,7 @@ async def test_k06_a_reference_that_d_has_let_expire_costs_a_retry_and_no_answer
     async with router(cluster, kv_ttl_s=DECODER_TTL_S * 10.0) as client:
         messages = opening()
         answer = await client.chat(messages)
-        await until_nothing_is_pinned(client, cluster.url("decode-0"))
+        await until_nothing_is_pinned(client.http, cluster.url("decode-0"))
         late = await client.both(follow(messages, answer.text, "Still there?"))
         assert (late.route, late.why) == ("recompute", "pull_refused")
 
@@ -133,7 +112,7 @@ async def test_completions_and_whole_answers_loop_too(cluster: LocalCluster) -> 
 async def test_a_release_without_a_read_frees_the_pin(cluster: LocalCluster) -> None:
     async with router(cluster) as client:
         await client.chat(opening(), reuse="off")  # D pins it; the router gives it back
-        await until_nothing_is_pinned(client, cluster.url("decode-0"))
+        await until_nothing_is_pinned(client.http, cluster.url("decode-0"))
 
 
 async def test_without_the_proof_the_engine_itself_answers_wrongly(cluster: LocalCluster) -> None:

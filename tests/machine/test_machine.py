@@ -1,4 +1,4 @@
-"""The state machine: 100,000 turns through the router, whatever happens to the engines."""
+"""The state machine: many turns through the router, whatever happens to the engines."""
 
 import os
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.machine.run import STEPS_PER_WORLD, Failure, attempt, run_world, shrink
 from tests.machine.search import report, search
 
-TURNS = 100_000
+TURNS = 20_000
 
 
 @pytest.mark.timeout(3600)
-def test_every_invariant_holds_for_a_hundred_thousand_turns(
+def test_every_invariant_holds_in_every_world(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with capsys.disabled():

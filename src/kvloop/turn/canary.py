@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
@@ -47,9 +48,9 @@ _TIMEOUT_S: Final = 600.0
 
 
 def divergence(pulled: Mapping[str, float], cold: Mapping[str, float]) -> float:
-    """How far apart two distributions are, in nats: by the best token of each in the other.
+    """How far apart two distributions are at least, in nats: by the best token of each.
 
-    Infinite if it is not even among the other's best.
+    Raises ValueError if one of them is empty.
     """
     if not pulled or not cold:
         raise ValueError("no log-probabilities to compare")
@@ -58,7 +59,20 @@ def divergence(pulled: Mapping[str, float], cold: Mapping[str, float]) -> float:
 
 def _gap(one: Mapping[str, float], other: Mapping[str, float]) -> float:
     best = max(one, key=lambda token: one[token])
-    return abs(one[best] - other[best]) if best in other else float("inf")
+    if best in other:
+        return abs(one[best] - other[best])
+    return max(0.0, one[best] - _most_of_others(other))
+
+
+def _most_of_others(listed: Mapping[str, float]) -> float:
+    """What a token that is not listed can have at most, in nats.
+
+    That is what the others leave, and no more than the last of the best has. vLLM adds the token
+    that was drawn, which may be a worse one: so the last but one bounds it.
+    """
+    left = 1.0 - math.fsum(math.exp(value) for value in listed.values())
+    rest = math.log(left) if left > 0.0 else -math.inf
+    return min([rest, *sorted(listed.values())[1:2]])
 
 
 def first_token_logprobs(api: Api, body: bytes) -> dict[str, float]:
