@@ -118,6 +118,7 @@ class Engine:
         self.pause_stream_after: int | None = None
         self.refuse_next: list[int] = []
         self.renders_differently = False
+        """Its template stamps what it computes, and not what ``/render`` says."""
         self.spoils_reads = False
         """What it reads from others arrives as something else, and nobody is told."""
         self.token_delay_s = 0.0

@@ -9,8 +9,8 @@ from tests.double.fabric import InvalidError
 from tests.double.tokens import encode, media_hashes, render_chat
 
 
-def chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
-    """The rendered messages."""
+def chat_prompt(engine: Engine, body: dict[str, Any], *, computed: bool = True) -> list[int]:
+    """The rendered messages, for the engine to compute or for ``/render`` to tell."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise InvalidError("messages: Field required", "messages")
@@ -23,6 +23,7 @@ def chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
         strips_reasoning=engine.strips_reasoning,
         tools=body.get("tools") if engine.renders_tools else None,
         add_generation_prompt=body.get("add_generation_prompt", True),
+        stamped=computed and engine.renders_differently,
     )
 
 

@@ -91,8 +91,7 @@ class Surface:
         self._for_render(body)
         hashes = media_of(body)
         features = {"mm_hashes": {"image": hashes}} if hashes else None
-        ids = chat_prompt(self.engine, body)
-        ids = ids[:-3] if self.engine.renders_differently else ids
+        ids = chat_prompt(self.engine, body, computed=False)
         return _json(self._rendered(body, ids, features))
 
     def _render_completion(self, body: dict[str, Any]) -> Whole:

@@ -46,13 +46,15 @@ def render_chat(
     strips_reasoning: bool = False,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    stamped: bool = False,
 ) -> list[int]:
     """ChatML ids.
 
     ``strips_reasoning`` drops what assistants thought before the last user message, as Qwen3's
-    template does. ``tools`` are listed in front.
+    template does. ``tools`` are listed in front, and before them, if ``stamped``, how many messages
+    there are: a template's own words, other ones each turn, as a date is.
     """
-    ids: list[int] = []
+    ids: list[int] = _message("system", encode(f"{len(messages)} messages")) if stamped else []
     if tools:
         listed = "\n".join(json.dumps(tool, sort_keys=True) for tool in tools)
         ids += _message("system", encode(f"<tools>\n{listed}\n</tools>"))

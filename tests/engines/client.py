@@ -32,9 +32,9 @@ class Answer:
 class Client:
     """Asks at temperature 0, streaming."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, admin_url: str = "") -> None:
         self.http = http
-        self.url = url
+        self.url, self.admin_url = url, admin_url
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         async with self.http.post(self.url + path, json=body, headers=headers) as response:

@@ -14,7 +14,8 @@ import pytest
 from kvloop.cluster import LocalCluster, prepare_model
 from kvloop.cluster.layout import share_cores
 from kvloop.config import Settings
-from kvloop.gateway.server import running, wait_until_ready
+from kvloop.gateway.app import Router
+from kvloop.gateway.server import serving, wait_until_ready
 from tests.contract.engines import specs as engine_specs
 from tests.contract.target import TTL_S
 from tests.engines.client import Client
@@ -61,10 +62,12 @@ async def router(
         "admin_port": 0,
         "kv_ttl_s": float(DECODER_TTL_S),
         "deadline_margin_s": _MARGIN_S,
+        "check_releases": False,  # it pins and releases of its own accord
         **settings,
     }
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(running(Settings(**chosen)))  # type: ignore[arg-type]
-        await wait_until_ready(url, timeout_s=60)
+        opened = serving(Router(Settings(**chosen)))  # type: ignore[arg-type]
+        addresses = await stack.enter_async_context(opened)
+        await wait_until_ready(addresses.url, timeout_s=60)
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Client(http, url)
+        yield Client(http, addresses.url, addresses.admin_url or "")

@@ -30,6 +30,8 @@ class Model(NamedTuple):
     style: Style
     strips_reasoning: bool
     parses_output: bool
+    stamps: bool = False
+    """Each turn's prompt begins with other words, of which the router is told nothing."""
 
 
 class Identity(NamedTuple):
@@ -167,6 +169,7 @@ def right_answer(turn: Turn, model: Model) -> list[int]:
             body["messages"],
             strips_reasoning=model.strips_reasoning,
             tools=body.get("tools"),
+            stamped=model.stamps,
         )
     else:
         prompt = body["prompt"]

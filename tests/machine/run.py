@@ -42,8 +42,12 @@ def run_world(seed: int, steps: list[int], num_steps: int = STEPS_PER_WORLD) -> 
         await world.live(steps, num_steps)
         return world.tally
 
+    before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    return virtual_time.run(main())
+    try:
+        return virtual_time.run(main())
+    finally:
+        logging.disable(before)
 
 
 def attempt(seed: int, steps: list[int], num_steps: int = STEPS_PER_WORLD) -> Tally | Failure:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.machine.run import STEPS_PER_WORLD, Failure, attempt, run_world, shrink
 from tests.machine.search import report, search
 
-TURNS = 20_000
+TURNS = 100_000
 
 
 @pytest.mark.timeout(3600)

@@ -80,13 +80,12 @@ class World:
             style=chance.choice(STYLES),
             strips_reasoning=chance.random() < 0.5,
             parses_output=chance.random() < 0.5,
+            stamps=chance.random() < 0.1,
         )
         self.fabric = Fabric(source=loop.time)
         delays = random.Random(f"delays {seed}")
         self.client = InProcessClient(lambda: delays.choice([0.0, 0.0, 0.001, 0.02, 0.3]))
         claims = chance.random() < 0.15
-        self.ignores_ids = chance.random() < 0.1
-        """Engines that render by themselves, whatever ids they are sent."""
         self.prefills = [
             self._engine(f"http://p{n}", claims=claims) for n in range(chance.randint(1, 3))
         ]
@@ -152,8 +151,7 @@ class World:
         # On P it would spoil P to D, which is not ours to mend.
         engine.extra_exported_blocks = chance.choice([0, 0, 0, 1]) if is_decode else 0
         engine.kv_recompute_threshold = chance.choice([0, 16, 64])
-        engine.ignores_ids = self.ignores_ids
-        engine.renders_differently = self.ignores_ids
+        engine.ignores_ids = engine.renders_differently = self.model.stamps
         engine.lease_s = 30.0
         engine.native_stream_reference = is_native
         engine.parses_output = self.model.parses_output

@@ -48,6 +48,13 @@ class EngineFacts:
     """Whether it turns messages into token ids for us (`--enable-scale-out`)."""
 
     @property
+    def longest_tokens(self) -> int:
+        """Of the longest sequence it takes; where it does not say, its whole cache."""
+        lengths = [model.get("max_model_len") for model in self.models]
+        said = [length for length in lengths if isinstance(length, int)]
+        return min(max(said, default=self.kv_capacity_tokens), self.kv_capacity_tokens)
+
+    @property
     def has_plugin(self) -> bool:
         """Whether kvloop's plugin runs in its API server."""
         return bool(self.plugin)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-UNSUSPICIOUS_USAGE: Final = 0.5
-"""Below this share of D's KV blocks in use, requests wait for something else than memory."""
 RELIEVED_USAGE: Final = 0.8
 RELIEF_SHARE: Final = 0.1
 """Of D's capacity, at each look at it (`probe_interval_s`)."""
@@ -61,18 +59,20 @@ class RetentionOrder:
 
 
 def tokens_over(
-    *, capacity: int, budget_share: float, pinned: int, usage: float, waiting: int
+    *, capacity: int, budget_share: float, pinned: int, usage: float, waiting: int, longest: int
 ) -> int:
     """Tokens that D should pin less.
 
     ``capacity``: D's KV cache in tokens; ``pinned``: tokens that it pins for us and that nobody is
-    giving back yet; ``usage``: share of its KV blocks in use; ``waiting``: requests that wait on D.
+    giving back yet; ``usage``: share of its KV blocks in use; ``waiting``: requests that wait on D;
+    ``longest``: tokens of the longest sequence that it takes.
 
-    Above the budget, the excess. And while requests wait for room in a cache that is not nearly
-    empty, a step of :data:`RELIEF_SHARE`, or as much as brings a nearly full one down to
-    :data:`RELIEVED_USAGE`: they must not wait for deadlines (known failure 12).
+    Above the budget, the excess. And while requests wait and one of the longest would find no room,
+    a step of :data:`RELIEF_SHARE`, or as much as brings a nearly full cache down to
+    :data:`RELIEVED_USAGE`: they must not wait for deadlines (known failure 12). With room for the
+    longest, requests wait for something else, and pins would be given up for nothing.
     """
     over = pinned - int(capacity * budget_share)
-    if waiting > 0 and usage > UNSUSPICIOUS_USAGE:
+    if waiting > 0 and (1 - usage) * capacity < longest:
         over = max(over, math.ceil(max(usage - RELIEVED_USAGE, RELIEF_SHARE) * capacity))
     return max(0, min(over, pinned))

@@ -45,6 +45,11 @@ _MILD_ALLOWED: Final = 1
 _REMEMBERED: Final = 20
 """Checks of a pair of which no more than :data:`_MILD_ALLOWED` may diverge mildly."""
 _TIMEOUT_S: Final = 600.0
+_ASKED_OF_BOTH: Final = {
+    "temperature": 0,
+    # Ids, whatever the client asked for: several tokens may have one text.
+    "return_tokens_as_token_ids": True,
+}
 
 
 def divergence(pulled: Mapping[str, float], cold: Mapping[str, float]) -> float:
@@ -104,6 +109,8 @@ class Canary:
     metrics: Metrics
     _mild: dict[tuple[str, str], deque[bool]] = field(default_factory=dict)
     _running: asyncio.Task[None] | None = None
+    _engines: tuple[str, ...] = ()
+    """Prefill and decode node of the check that is running."""
 
     def wants(self, request_id: str) -> bool:
         """Whether this turn is in the sample; the same for the same id."""
@@ -117,8 +124,8 @@ class Canary:
         if not self.wants(request.request_id):
             return {}
         if request.api is Api.CHAT:
-            return {"logprobs": True, "top_logprobs": TOP_TOKENS}
-        return {"logprobs": TOP_TOKENS}
+            return {**_ASKED_OF_BOTH, "logprobs": True, "top_logprobs": TOP_TOKENS}
+        return {**_ASKED_OF_BOTH, "logprobs": TOP_TOKENS}
 
     def soon(
         self,
@@ -138,7 +145,14 @@ class Canary:
             self.metrics.canary_checks.labels(outcome="dropped").inc()
             return
         work = self._check(request, prompt.ids, pulled, prefill, decode)
+        self._engines = (prefill, decode)
         self._running = asyncio.get_running_loop().create_task(work)
+
+    def restarted(self, engine: str) -> None:
+        """What was seen of an engine's earlier life says nothing of this one."""
+        self._mild = {names: seen for names, seen in self._mild.items() if engine not in names}
+        if self._running is not None and engine in self._engines:
+            self._running.cancel()
 
     async def close(self) -> None:
         """End a check that is going on."""
@@ -163,10 +177,10 @@ class Canary:
 
     async def _cold(self, request: TurnRequest, prompt: PromptIds, prefill: str) -> bytes:
         body = {
+            **_ASKED_OF_BOTH,
             "model": request.model,
             "prompt": prompt.raw,
             "max_tokens": 1,
-            "temperature": 0,
             "logprobs": TOP_TOKENS,
             "cache_salt": CANARY_SALT + secrets.token_hex(16),
         }

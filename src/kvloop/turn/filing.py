@@ -155,6 +155,7 @@ def relieve(decode: Engine, services: Services, load: EngineLoad | None = None) 
         pinned=pinned,
         usage=load.kv_usage if load is not None else 0.0,
         waiting=load.waiting if load is not None else 0,
+        longest=decode.facts.longest_tokens,
     )
     if over:
         release_claimed(services.ledger.evict(decode.url, over), "evicted", services)

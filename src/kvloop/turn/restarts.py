@@ -23,6 +23,7 @@ def forget_earlier_life(engine: Engine, engine_id: str | None, services: Service
     dropped = services.ledger.drop_engine(engine.url, keep_engine_id=engine_id)
     services.pins.restarted(engine.url, engine_id)
     services.pairs.restarted(engine.url)
+    services.canary.restarted(engine.url)
     if dropped:
         logger.warning("%d references died with %s", len(dropped), engine.url)
     if engine_id is None and engine.has_new_id:

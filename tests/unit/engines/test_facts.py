@@ -21,6 +21,9 @@ def test_facts_are_read() -> None:
     assert (facts.block_size, facts.kv_capacity_tokens, facts.prefix_caching) == (16, 46592, False)
     assert facts.model_names == {"m", "adapter"}
     assert facts.started_s == started_s(METRICS) == 1.7e9
+    assert facts.longest_tokens == 4096
+    silent = read_facts(METRICS, b'{"object":"list","data":[{"id":"m"}]}', VERSION, renders=True)
+    assert silent.longest_tokens == 46592
 
 
 def test_k23_without_the_plugin_streams_carry_no_references_before_033() -> None:

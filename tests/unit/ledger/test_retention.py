@@ -29,8 +29,20 @@ def test_k12_requests_that_wait_for_memory_do_not_wait_for_deadlines() -> None:
     assert over(pinned=100, usage=0.95, waiting=1) == 100
     assert over(pinned=400, usage=0.7, waiting=1) == 100
     assert over(pinned=400, usage=0.95, waiting=0) == 0
-    assert over(pinned=400, usage=0.5, waiting=3) == 0
+    assert over(pinned=400, usage=0.48, waiting=1, longest=600) == 100
 
 
-def over(*, pinned: int, usage: float = 0.0, waiting: int = 0) -> int:
-    return tokens_over(capacity=1000, budget_share=0.5, pinned=pinned, usage=usage, waiting=waiting)
+def test_requests_that_wait_for_something_else_than_memory_cost_no_pins() -> None:
+    assert over(pinned=400, usage=0.48, waiting=9, longest=500) == 0
+    assert over(pinned=400, usage=0.48, waiting=9, longest=521) == 100
+
+
+def over(*, pinned: int, usage: float = 0.0, waiting: int = 0, longest: int = 1000) -> int:
+    return tokens_over(
+        capacity=1000,
+        budget_share=0.5,
+        pinned=pinned,
+        usage=usage,
+        waiting=waiting,
+        longest=longest,
+    )
