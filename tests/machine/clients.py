@@ -112,8 +112,10 @@ def change(conversation: Conversation, chance: random.Random) -> None:
         case 2 if len(messages) > 2:  # go back and branch off
             del messages[chance.randrange(1, len(messages)) :]
         case _:  # drop what was thought
-            for message in messages:
-                message.pop("reasoning", None)
+            conversation.messages = messages = [  # others: turns under way still have the old ones
+                {key: value for key, value in message.items() if key != "reasoning"}
+                for message in messages
+            ]
     if not messages or messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": text_of(chance)})
 

@@ -174,7 +174,7 @@ class World:
         """Run ``steps`` (numbers below ``num_steps``), then end in peace."""
         try:
             async with self.router.running():
-                await asyncio.sleep(1.0)
+                await self._until_ready()
                 for number in steps:
                     await self._step(number, num_steps)
                     self._raise()
@@ -182,6 +182,12 @@ class World:
         except* BrokenInvariantError as broken:
             raise broken.exceptions[0] from None
         self._check_the_end()
+
+    async def _until_ready(self) -> None:
+        """Until the router has looked at all engines, as clients wait for ``/ready``."""
+        fleet = self.router.services.fleet
+        while not all(engine.usable for engine in [*fleet.prefills, *fleet.decodes]):
+            await asyncio.sleep(0.1)
 
     async def _step(self, number: int, num_steps: int) -> None:
         chance = random.Random(f"step {self.seed} {number}")

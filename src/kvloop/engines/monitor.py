@@ -24,6 +24,8 @@ logger = logging.getLogger("kvloop.engines")
 _PROBE_TIMEOUT_S = 5.0
 _MAX_LATE_PROBES = 4
 """An engine that is busy answers late; one that hangs does so again and again."""
+_UNUSABLE_INTERVAL_S = 0.5
+"""Clients are refused until an engine that is back has been seen."""
 _RENDER_PATH = "/v1/completions/render"
 
 
@@ -39,7 +41,7 @@ async def watch(
     on_usable: Callable[[Engine, bool], None],
     on_seen: Callable[[Engine], None] = lambda _: None,
 ) -> None:
-    """Probe every engine every ``interval_s`` seconds until cancelled.
+    """Probe every engine every ``interval_s`` seconds (sooner if unusable) until cancelled.
 
     ``on_usable`` is called when an engine has become usable, with whether it is another process
     than before: whoever keeps references then knows that those are gone. ``on_seen`` is called
@@ -90,7 +92,7 @@ async def _watch_one(
             on_usable(engine, restarted)
         if engine.usable:
             on_seen(engine)
-        await asyncio.sleep(interval_s)
+        await asyncio.sleep(interval_s if engine.usable else min(interval_s, _UNUSABLE_INTERVAL_S))
 
 
 async def _look(engine: Engine, client: EngineClient) -> EngineFacts:

@@ -1,10 +1,13 @@
 """The monitor's judgement: busy is not gone, gone is gone at once."""
 
+import asyncio
+
 import pytest
 
 from kvloop.engines.client import EngineTimeoutError, EngineUnreachableError, Reply
-from kvloop.engines.fleet import Engine, Role
-from kvloop.engines.monitor import probe
+from kvloop.engines.fleet import Engine, Fleet, Role
+from kvloop.engines.monitor import probe, watch
+from tests.machine import virtual_time
 from tests.unit.engines.test_facts import METRICS, MODELS, VERSION
 
 
@@ -86,3 +89,21 @@ async def test_k09_another_process_at_the_same_address_is_noticed(engine: Engine
     answers.metrics = METRICS.replace(b"1.7e+09", b"1.8e+09")
     assert await look(engine, answers) is True
     assert await look(engine, answers) is False
+
+
+def test_an_engine_that_is_back_is_soon_seen(engine: Engine) -> None:
+    answers = Answers()
+    answers.fails = EngineUnreachableError("http://p", "refused")
+
+    async def main() -> None:
+        fleet = Fleet(prefills=(engine,), decodes=())
+        watching = asyncio.create_task(
+            watch(fleet, answers, interval_s=60.0, on_usable=lambda *_: None)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(10.0)
+        answers.fails = None
+        await asyncio.sleep(1.0)
+        assert engine.usable
+        watching.cancel()
+
+    virtual_time.run(main())
