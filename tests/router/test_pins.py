@@ -2,9 +2,13 @@
 
 import asyncio
 import itertools
+import re
+from dataclasses import replace
 from typing import Any
 
+from kvloop.engines.client import EngineClient, Reply
 from kvloop.ledger.pins import PinState
+from kvloop.turn.release_check import frees_on_release
 from tests.double.engine import pinned_tokens
 from tests.double.http import until
 from tests.router.stack import Stack, follow, opening, stack
@@ -168,3 +172,30 @@ async def test_where_releases_do_not_work_pins_are_left_to_their_deadline() -> N
         s.fabric.now_s += 480.0
         s.router.services.pins.expire(s.fabric.now_s)
         assert s.router.services.pins.tokens(decode.url) == 0
+
+
+async def test_a_check_that_cannot_tell_leaves_nothing_pinned() -> None:
+    async with stack() as s:
+        services = s.router.services
+        decode, prefill = services.fleet.decodes[0], services.fleet.prefills[0]
+        services = replace(services, client=BusyMeanwhile(services.client, s))  # type: ignore[arg-type]
+        assert await frees_on_release(prefill, decode, services) is None
+        assert s.decode.pinned_blocks > 0
+        await until(lambda: s.decode.pinned_blocks == s.prefill.pinned_blocks == 0)
+        await agreed(s)
+
+
+class BusyMeanwhile:
+    """An engine client that finds D busy from its first pin on."""
+
+    def __init__(self, client: EngineClient, s: Stack) -> None:
+        self._client, self._stack = client, s
+
+    async def get(self, *args: Any, **kwargs: Any) -> Reply:
+        reply = await self._client.get(*args, **kwargs)
+        if self._stack.decode.pinned_blocks == 0:
+            return reply
+        return replace(reply, body=re.sub(rb"(num_requests_running\S*) \S+", rb"\1 1", reply.body))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)

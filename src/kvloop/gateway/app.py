@@ -194,7 +194,7 @@ class Router:
                 if prefill is None or not decode.is_release_to_be_tried:
                     continue
                 decode.release_checks += 1
-                verdict = await frees_on_release(prefill, decode, self.services.client)
+                verdict = await frees_on_release(prefill, decode, self.services)
                 decode.frees_on_release = verdict
                 if verdict is False:
                     self._say_limits()

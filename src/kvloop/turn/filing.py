@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,10 +11,10 @@ from kvloop.ledger.reference import KVReference
 from kvloop.ledger.retention import tokens_over
 from kvloop.proof.fingerprint import are_token_ids
 from kvloop.proof.trim import unusable_reason
+from kvloop.turn.accounting import account_pin
 from kvloop.turn.answer_stream import NOTHING_SAID
 from kvloop.turn.releasing import release, release_claimed
-from kvloop.turn.restarts import note_engine_id
-from kvloop.wire import REMOTE_ENGINE_ID, REMOTE_EXPIRY_TIME, REMOTE_NUM_TOKENS
+from kvloop.wire import REMOTE_NUM_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -56,31 +56,25 @@ def _file(
         return "not_told"
     if params is None:
         return "none_given"
-    now_s = services.clock()
-    engine_id = str(params.get(REMOTE_ENGINE_ID))
-    deadline_s = services.deadlines.deadline_s(engine_id, params.get(REMOTE_EXPIRY_TIME), now_s)
-    pin_id = services.ledger.next_id()
-    if params.get(REMOTE_ENGINE_ID):
-        note_engine_id(decode, engine_id, services)
-    num_tokens = _note_pin(pin_id, decode, engine_id, params, deadline_s, services)
+    pin = account_pin(params, decode, services)
     block_size = decode.facts.block_size if decode.facts is not None else 0
     unusable = unusable_reason(params, block_size) or _unwanted(request, prompt)
-    if unusable is None and num_tokens > _budget_tokens(decode, services):
+    if unusable is None and pin.num_tokens > _budget_tokens(decode, services):
         unusable = "over_budget"
     if unusable is not None or prompt is None:
-        release(pin_id, decode.url, params, services)
+        release(pin.pin_id, decode.url, params, services)
         return f"released_{unusable}"
     generated = end.token_ids if are_token_ids(end.token_ids) else None
     retained = [*prompt.ids.ids, *(generated or ())][: params[REMOTE_NUM_TOKENS]]
     reference = KVReference(
-        reference_id=pin_id,
+        reference_id=pin.pin_id,
         decode=decode.url,
-        engine_id=engine_id,
+        engine_id=pin.engine_id,
         params=msgspec.json.encode(params),
         num_tokens=params[REMOTE_NUM_TOKENS],
         block_size=block_size,
         prefixes=services.fingerprinter.prefixes(retained),
-        deadline_s=deadline_s,
+        deadline_s=pin.deadline_s,
         boundaries=tuple(prompt.boundaries),
         conversation=request.conversation,
         continued=bool(supersedes),
@@ -116,23 +110,6 @@ def _unwanted(request: TurnRequest, prompt: ProvenPrompt | None) -> str | None:
     if prompt is None:
         return request.without_reuse or "tokens_unknown"
     return None
-
-
-def _note_pin(
-    pin_id: int,
-    decode: Engine,
-    engine_id: str,
-    params: dict[str, Any],
-    deadline_s: float,
-    services: Services,
-) -> int:
-    """Enter D's new pin into the account; returns its size in tokens, whole blocks."""
-    said = params.get(REMOTE_NUM_TOKENS)
-    block_size = decode.facts.block_size if decode.facts is not None else 1
-    num_blocks = -(-said // block_size) if isinstance(said, int) else 0
-    ends_s = deadline_s + services.deadlines.margin_s
-    services.pins.pinned(pin_id, decode.url, engine_id, num_blocks * block_size, ends_s)
-    return num_blocks * block_size
 
 
 def _budget_tokens(decode: Engine, services: Services) -> int:

@@ -18,13 +18,17 @@ import msgspec
 from kvloop.engines.client import EngineError
 from kvloop.engines.facts import read_load
 from kvloop.engines.release import release_body
+from kvloop.ledger.pins import PinState
 from kvloop.proof.trim import unusable_reason
+from kvloop.turn.accounting import account_pin
+from kvloop.turn.releasing import release, release_prefilled
 from kvloop.wire import KV_PARAMS, cold_prefill_params
 
 if TYPE_CHECKING:
     from kvloop.engines.client import EngineClient
     from kvloop.engines.facts import EngineLoad
     from kvloop.engines.fleet import Engine
+    from kvloop.turn.services import Services
 
 logger = logging.getLogger("kvloop.release")
 
@@ -38,20 +42,45 @@ class _CannotTellError(Exception):
     """The engines are busy, or did not do what the check needs."""
 
 
-async def frees_on_release(prefill: Engine, decode: Engine, client: EngineClient) -> bool | None:
+async def frees_on_release(prefill: Engine, decode: Engine, services: Services) -> bool | None:
     """True or False as D showed it; None if this was no time to tell."""
     try:
-        return await _try(prefill, decode, client)
+        return await _try(prefill, decode, services)
     except (EngineError, _CannotTellError, ValueError, msgspec.MsgspecError) as error:
         logger.info("cannot tell whether %s frees released blocks: %s", decode.url, error)
         return None
 
 
-async def _try(prefill: Engine, decode: Engine, client: EngineClient) -> bool:
+async def _try(prefill: Engine, decode: Engine, services: Services) -> bool:
+    client = services.client
     before = await _idle_load(decode, client)
     salt = secrets.token_hex(8)  # nobody's prefix cache entries are used or left behind
     prefilled = await _leg(prefill, client, cold_prefill_params(), salt, decode)
-    pinned = await _leg(decode, client, prefilled, salt, decode)
+    try:
+        pinned = await _leg(decode, client, prefilled, salt, decode)
+    except BaseException:
+        release_prefilled(prefilled, services)
+        raise
+    pin_id = account_pin(pinned, decode, services).pin_id
+    try:
+        frees = await _shows_release(pinned, before, prefill, decode, client)
+    except BaseException:
+        release(pin_id, decode.url, pinned, services)
+        raise
+    if frees:
+        services.pins.gone(pin_id)
+    else:
+        services.pins.move(pin_id, PinState.STUCK)
+    return frees
+
+
+async def _shows_release(
+    pinned: dict[str, Any],
+    before: EngineLoad,
+    prefill: Engine,
+    decode: Engine,
+    client: EngineClient,
+) -> bool:
     unusable = unusable_reason(pinned, decode.facts.block_size if decode.facts else 0)
     if unusable is not None:
         raise _CannotTellError(f"its reference is not usable ({unusable})")
