@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 engines-test: $(VENV)/.engines
 	$(BIN)/pytest tests/engines tests/claims
 
-# The state machine: 100,000 turns (`make test` runs 20,000), with a seed of your own: make machine SEED=7
+# The state machine: 100,000 turns as in `make test`, with a seed of your own: make machine SEED=7
 SEED ?= 1
 machine: $(VENV)/.dev
 	$(BIN)/python -m tests.machine --seed $(SEED) --turns 100000
