@@ -146,6 +146,18 @@ async def test_an_answer_that_never_ends_is_ended() -> None:
         await until(lambda: not s.decode.running)
 
 
+async def test_the_time_d_takes_to_begin_counts_as_well() -> None:
+    async with stack(settings={"decode_timeout_s": 60.0}) as s:
+        s.decode.hold = asyncio.Event()
+        turn = asyncio.create_task(s.chat(opening(), right=False))
+        await until(lambda: s.decode.requests)
+        s.fabric.now_s += 61.0
+        s.decode.hold.set()
+        answer = await turn
+        assert b"broke off" in answer.body
+        await until(lambda: not s.decode.running)
+
+
 async def test_a_killed_d_frees_its_pins_in_the_account_and_serves_again() -> None:
     async with stack() as s:
         messages = opening()

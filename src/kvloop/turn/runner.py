@@ -113,6 +113,7 @@ class TurnRunner:
                 prefilled = await self._prefill(
                     request, prompt, plan, attachment, prefills, receipt
                 )
+            ends_s = services.clock() + services.timeouts.decode_s
             leg = open_decode(request, prompt, prefilled, ordered, receipt, services)
             decode, reply = await held.enter_async_context(leg)
 
@@ -128,7 +129,7 @@ class TurnRunner:
                     request, sure, decode, end, plan.supersedes, services
                 )
 
-            yield await self._pass_on(request, decode, reply, receipt, file)
+            yield await self._pass_on(request, decode, reply, ends_s, receipt, file)
 
     async def _render(
         self, request: TurnRequest, prefills: Sequence[Engine], turn_number: int
@@ -165,6 +166,7 @@ class TurnRunner:
         request: TurnRequest,
         decode: Engine,
         reply: StreamReply,
+        ends_s: float,
         receipt: Receipt,
         file: Callable[[AnswerEnd], None],
     ) -> Answer:
@@ -172,18 +174,18 @@ class TurnRunner:
         if reply.status != 200:
             raise EngineRefusedError(await reply.whole())
         if reply.content_type.startswith("text/event-stream"):
-            events = self._events(decode, reply, receipt, file)
+            events = self._events(decode, reply, ends_s, receipt, file)
             return Answer(reply.status, reply.content_type, receipt.header, chunks=events)
-        body, end = await self._whole(request, decode, reply)
+        body, end = await self._whole(request, decode, reply, ends_s)
         file(end)
         return Answer(reply.status, reply.content_type, receipt.header, body=body)
 
     async def _whole(
-        self, request: TurnRequest, decode: Engine, reply: StreamReply
+        self, request: TurnRequest, decode: Engine, reply: StreamReply, ends_s: float
     ) -> tuple[bytes, AnswerEnd]:
         services = self._services
         try:
-            async with asyncio.timeout(services.timeouts.decode_s):
+            async with asyncio.timeout(ends_s - services.clock()):
                 whole = await reply.whole()
         except (EngineError, TimeoutError) as error:
             decode.breaker.failed(services.clock())
@@ -197,13 +199,14 @@ class TurnRunner:
         self,
         decode: Engine,
         reply: StreamReply,
+        ends_s: float,
         receipt: Receipt,
         file: Callable[[AnswerEnd], None],
     ) -> AsyncIterator[bytes]:
         stream = AnswerStream()
         filed = False
         try:
-            async for data in self._in_time(decode, reply):
+            async for data in self._in_time(decode, reply, ends_s):
                 events = stream.feed(data)
                 if not filed and stream.end.params is not None:
                     # Before the client sees the end: its next turn may follow at once.
@@ -221,27 +224,25 @@ class TurnRunner:
         if rest:
             yield rest
 
-    async def _in_time(self, decode: Engine, reply: StreamReply) -> AsyncIterator[bytes]:
-        """D's bytes. Raises EngineTimeoutError when they begin late or never end.
+    async def _in_time(
+        self, decode: Engine, reply: StreamReply, ends_s: float
+    ) -> AsyncIterator[bytes]:
+        """D's bytes. Raises EngineTimeoutError when they begin late or go on after ``ends_s``.
 
         Silence in between is the client's business (:class:`EngineClient`), so an answer that goes
         on for too long is noticed with its next byte.
         """
-        clock, timeouts = self._services.clock, self._services.timeouts
-        end_s = clock() + timeouts.decode_s
-        chunks = reply.chunks()
+        clock, chunks = self._services.clock, reply.chunks()
         try:
-            async with asyncio.timeout(timeouts.first_byte_s):
-                first = await anext(chunks, None)
+            async with asyncio.timeout(self._services.timeouts.first_byte_s):
+                data = await anext(chunks, None)
         except TimeoutError as error:
             raise EngineTimeoutError(decode.url, "did not begin to answer in time") from error
-        if first is None:
-            return
-        yield first
-        async for data in chunks:
-            if clock() > end_s:
+        while data is not None:
+            if clock() > ends_s:
                 raise EngineTimeoutError(decode.url, "took too long to answer")
             yield data
+            data = await anext(chunks, None)
 
 
 def _note_plan(
