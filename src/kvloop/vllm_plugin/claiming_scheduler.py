@@ -26,6 +26,7 @@ from kvloop.vllm_plugin.claims.endpoint import Endpoint
 from kvloop.vllm_plugin.claims.holder import Holder, Whereabouts
 from kvloop.vllm_plugin.claims.leases import Leases
 from kvloop.vllm_plugin.claims.messages import Terms, Wire, seed_fingerprint
+from kvloop.vllm_plugin.connector_stats import ClaimStats
 from kvloop.wire import (
     CLAIM_HOLDERS,
     CLAIM_PORT_OFFSET,
@@ -102,6 +103,9 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
         self._deadline_s = float(extra("kvloop_claim_deadline_s", 0.5))
         self._secret = str(extra("kvloop_claim_secret", ""))
         self._said: set[str] = set()
+        self._stats = ClaimStats()
+        self._reading: dict[str, int] = {}
+        """Tokens that requests are reading by claim."""
         self._pool: BlockPool | None = None
         self._sides: _Sides | None = None
         """None until vLLM's engine core is complete."""
@@ -183,6 +187,7 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
             return None, False
         if isinstance(outcome, Refused):
             self._say(outcome.reasons)
+            self._stats.data["claims_missed"] += outcome.reasons
             params[CLAIM_REPORT]["why"] = ",".join(sorted(set(outcome.reasons)))
             del params[CLAIM_HOLDERS]
             return 0, False
@@ -209,6 +214,7 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
         if not addresses or not hashes:
             return False
         claimant.ask(request.request_id, addresses, first, hashes, time.monotonic())
+        self._stats.data["claims_asked"].append(1)
         return True
 
     def _use(
@@ -224,6 +230,9 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
             del params[CLAIM_HOLDERS]
             return 0, False
         grant = granted.grant
+        if request_id not in self._reading:  # else it is asked again, for want of room
+            self._stats.data["claim_latency"].append(granted.claim_s)
+        self._reading[request_id] = count
         params[CLAIM_REPORT] = claim_report(params[CLAIM_REPORT]["asked_tokens"], count, "granted")
         params.update(
             remote_block_ids=grant.block_ids,
@@ -252,7 +261,17 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
             sides.claimant.received(address, message, now_s)
         sides.claimant.renew(now_s)
 
+    def take_stats(self) -> ClaimStats | None:
+        """What claims have come to since the last call; None if there is nothing new."""
+        if self._sides is not None:
+            self._stats.held(self._sides.holder.take_counts(), self.block_size)
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, ClaimStats()
+        return taken
+
     def _over(self, request_id: str) -> None:
+        self._reading.pop(request_id, None)
         if self._sides is not None:
             self._sides.claimant.over(request_id)
 
@@ -265,6 +284,8 @@ class ClaimingScheduler(NixlPullConnectorScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; what was read is given back at once."""
         for request_id in connector_output.finished_recving or ():
+            if request_id in self._reading:
+                self._stats.data["claimed_tokens_read"].append(self._reading[request_id])
             self._over(request_id)
         super().update_connector_output(connector_output)
 

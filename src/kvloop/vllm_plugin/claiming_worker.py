@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
+from kvloop.vllm_plugin.connector_stats import ClaimStats
 from kvloop.wire import CLAIM_REQUEST_PREFIX
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class ClaimingWorker(NixlPullConnectorWorker):
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.xfer_stats = ClaimStats()  # the scheduler side's are added to it
         self.nixl_wrapper: Any = _WithoutClaimNotices(self.nixl_wrapper)
 
 

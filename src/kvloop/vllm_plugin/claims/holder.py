@@ -83,6 +83,11 @@ class Holder(Generic[Block]):
         self._unconfirmed: list[_Unconfirmed[Block]] = []
         self.counts = HolderCounts()
 
+    def take_counts(self) -> HolderCounts:
+        """What was counted since the last call."""
+        taken, self.counts = self.counts, HolderCounts()
+        return taken
+
     @property
     def waits_for_steps(self) -> bool:
         """Whether grants wait for steps in flight: :meth:`confirm` must be called again soon."""
