@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """`prefill-0` without prefix cache, `decode-0` with one; either can take the other's role."""
     if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
     from contextlib import AbstractAsyncContextManager
 
-# vLLM's server drops idle connections after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`); one that is
-# about to be dropped must not be picked for a request.
-_KEEP_ALIVE_S = 3.0
+# vLLM's server drops idle connections after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`), and looks at the
+# clock before it looks for data: a server that stood still for the rest of its 5 s drops one that
+# has just brought a request. A decode leg cannot be sent twice, so the rest must be long.
+_KEEP_ALIVE_S = 1.0
+_CONNECT_TRIES = 2  # see `_send`
 _READ_BUFFER_BYTES = 16 * 1024
 _RECEIVE_BUFFER_BYTES = 32 * 1024
 _JSON = {"content-type": "application/json"}
@@ -134,6 +136,9 @@ class HttpEngineClient:
     def __init__(self, connect_timeout_s: float, api_key: str = "") -> None:
         """``connect_timeout_s``: an engine that does not accept within this is unreachable.
 
+        It is asked twice, for half of the time each: nothing has been sent by then, and a lost
+        packet, or a router that stood still for a moment, is no reason to give an engine up.
+
         ``api_key``: sent with every call that brings no credentials of its own.
         """
         self._connect_timeout_s = connect_timeout_s
@@ -190,14 +195,18 @@ class HttpEngineClient:
         total_s: float | None,
         silence_s: float | None,
     ) -> AsyncGenerator[HttpStreamReply]:
-        if self._session is None:
+        session = self._session
+        if session is None:
             raise RuntimeError("HttpEngineClient is used outside of its `async with`")
         timeout = aiohttp.ClientTimeout(
-            total=total_s, sock_connect=self._connect_timeout_s, sock_read=silence_s
+            total=total_s,
+            sock_connect=self._connect_timeout_s / _CONNECT_TRIES,
+            sock_read=silence_s,
         )
         request_headers = {**headers, **_JSON} if body is not None else dict(headers)
-        with _engine_errors(url):
-            response = await self._session.request(
+
+        async def request() -> aiohttp.ClientResponse:
+            return await session.request(
                 method,
                 url + path,
                 data=body,
@@ -205,6 +214,12 @@ class HttpEngineClient:
                 timeout=timeout,
                 allow_redirects=False,
             )
+
+        with _engine_errors(url):
+            try:
+                response = await request()
+            except aiohttp.ConnectionTimeoutError:
+                response = await request()
         async with response:
             yield HttpStreamReply(url, response)
 
